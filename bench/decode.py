@@ -14,8 +14,9 @@ other.
 token means draft tokens that are verified. Columns:
 
 - `ms_total`: `cached_attention`, which appends the tokens and attends.
-- `ms_paged`: `append` and `paged_attention` on a paged cache with pages in random order. With
-  `--cache_dtype=fp8` the paged cache is in fp8, and its reference reads the rounded tokens.
+- `ms_paged`: the functions `append` and `paged_attention` on a paged cache with pages in random
+  order. With `--cache_dtype=fp8` the paged cache is in fp8, and its reference reads the rounded
+  tokens.
 - `ms_cmp`: only the compressed branch, on the contiguous cache.
 - `ms_sel`: only the scores, the selection and the attention to the selected blocks. `ms_scores`
   excludes the attention.
@@ -187,8 +188,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         return found | {"extra": {"graph": graph} | ({"host_ms": host} if host else {})}
 
     def judge(key: str, branch: str, own: Values, prepare: Callable, *given: str):
-        """Judge the row `key`. If the row does not exist, `own` is the reason. `prepare` returns
-        the step, the checker and the arguments.
+        """Judge the row `key`. If the row does not exist, `own` is the reason. The function
+        `prepare` returns the step, the checker and the arguments.
         """
         name, library = f"decode {key}", branch == "dense"
 

@@ -303,8 +303,8 @@ def parallel_training(device: str = DEVICE.name) -> str:
 
 def parity(found: Sequence[Record] | None = None) -> str:
     """Return a row per path, with the problem on which the path's largest error is closest to its
-    bound. If the path fails on a problem, the row has that problem. `found` defaults to all records
-    of `bench.compare`.
+    bound. If the path fails on a problem, the row has that problem. The argument `found` defaults
+    to all records of `bench.compare`.
     """
     if found is None:
         paths = sorted(DEVICE.parent.glob("*/compare.jsonl"))

@@ -89,7 +89,7 @@ def template_of(step: Step, hopper: bool) -> str:
 
 
 class Run:
-    """The steps of one run, which `run` executes in order, and the summary."""
+    """The steps of one run, which the method `run` executes in order, and the summary."""
 
     def __init__(self, plan: Sequence[Step], folder: Path, device: str, about: dict[str, Any]):
         """`about` has further fields of the summary. The field `hopper` of `about` determines the

@@ -50,7 +50,7 @@ def kernels_of(
 
     Args:
       decode: Whether to include the kernels for paged caches, including the kernels that append
-          tokens.
+        tokens.
       lengths: Lengths of sequences whose kernels are returned. Defaults to all lengths.
     """
     layer = layer_of(preset)

@@ -132,7 +132,7 @@ def call_jax(function: Callable[..., Any], *tensors: Any) -> tuple[Any, ...]:
     Args:
       function: A function of arrays in the structure of `tensors` that returns an array or a tuple.
       tensors: Tensors on one device, or tuples of them, nested to any depth. A None among `tensors`
-          is passed to `function` as None.
+        is passed to `function` as None.
 
     Returns:
       The results of the function as tensors with their own memory, to which you may write. If the

@@ -6,10 +6,10 @@ disk (`kernels_pallas.runtime`). A launch calls the CUDA driver with the sizes a
 the problem.
 
 The order of execution and the lifetime of memory are the same as for any torch operator. The kernel
-reads and writes on the stream that is current when `launch` is called, and torch allocates outputs
-on that stream. The host never waits. If another stream writes to an input, the caller makes the
-current stream wait for it. If another stream allocated an input, the caller calls `record_stream`
-before dropping the tensor.
+reads and writes on the stream that is current when the function `launch` is called, and torch
+allocates outputs on that stream. The host never waits. If another stream writes to an input, the
+caller makes the current stream wait for it. If another stream allocated an input, the caller calls
+`record_stream` before dropping the tensor.
 
 Kernels stay loaded until the process ends (`runtime.loaded`).
 """
@@ -39,7 +39,7 @@ def launch(
 
     Args:
       kernel: The kernel. A kernel that is not stored on disk is built at its first launch, or
-        earlier by `prepare`.
+        earlier by the function `prepare`.
       tensors: One tensor for each of `kernel.inputs`, with the same dtype and number of
         elements, in any shape. All tensors must be contiguous, start at a multiple of 256 bytes,
         and be on one Hopper GPU. If gradients are on, no tensor may require a gradient, since
@@ -96,9 +96,9 @@ def launch(
 
 
 def launcher(kernel: Kernel, device: torch.device) -> Callable[[int, Sequence[int]], None]:
-    """Return the function that `launch` calls to queue one run. The arguments of this function
-    are a stream (`current_stream`) and the addresses of inputs and outputs. The tensors at these
-    addresses must follow the rules of `launch`.
+    """Return the function that `launch` itself calls to queue one run. The arguments of this
+    function are a stream (`current_stream`) and the addresses of inputs and outputs. The tensors at
+    these addresses must follow the rules of the function `launch`.
 
     Raises:
       NotImplementedError, RuntimeError: as `launch`.

@@ -81,7 +81,7 @@ def attention(
         three more arrays of the output's size are saved.
       context_axis: inside `jax.shard_map`, the mesh axis whose devices share the sequence
         (`nsa_jax.context`). With `context_axis`, the arrays contain only the tokens of this device
-        (`T = S`), but `compressed` describes the whole sequence.
+        (`T = S`), but the argument `compressed` describes the whole sequence.
       context_layout: distribution of the tokens over devices, `zigzag` or `contiguous`.
       implementation: a name for all steps, or `Branches` of names; None means automatic.
 
@@ -362,8 +362,8 @@ def sliding_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> OutLse:
-    """Compute attention of each query to the last `window` keys up to its own key. Return `(out,
-    lse)`.
+    """Compute attention of each query to the last `window` keys up to its own key.
+    Return `(out, lse)`.
 
     Args: as in `selected_attention`, without `block_indices`.
 
@@ -420,8 +420,8 @@ def explain(
 ) -> Choices:
     """Report which implementations `attention` would choose for these arguments.
 
-    Args: As in `attention`. `gates` and `compressed` are
-      checked, but do not affect the choice.
+    Args: As in `attention`. The arguments `gates` and `compressed` are checked, but do not affect
+      the choice.
 
     Returns:
       One choice per step, with the reason why each earlier candidate was refused. The printed

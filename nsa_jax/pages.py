@@ -1,5 +1,4 @@
-"""Exports the class and the functions of paged caches: `PagedCache`, `append` and attention from
-pages."""
+"""Exports the class `PagedCache`, the function `append`, and attention from pages."""
 
 from nsa_jax.paged import PagedCache as PagedCache
 from nsa_jax.paged import append as append

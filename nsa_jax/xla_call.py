@@ -117,9 +117,9 @@ def _call(frame: Sequence[int]) -> Call:
 
 
 def handler(run: Callable[[Call], None]) -> Any:
-    """Return a C function that XLA can register. The C function calls `run` from any thread, and
-    an exception in `run` reaches the caller of the program. Keep a reference to the C function
-    while it is registered.
+    """Return a C function that XLA can register. The C function calls the function `run` from any
+    thread, and an exception in `run` reaches the caller of the program. Keep a reference to the C
+    function while it is registered.
     """
 
     def handle(pointer: int) -> int | None:

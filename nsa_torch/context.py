@@ -337,9 +337,9 @@ def _on_mosaic(query, key, value, gates, config, shards, implementation) -> bool
 
 
 def _words(**given: Any) -> dict[str, Any]:
-    """Describe the arguments as text, which `agree` compares between ranks. The text about a
-    tensor has its shape, its dtype and whether it requires a gradient. The steps of the backward
-    pass depend on these properties, and all ranks must run the same steps.
+    """Describe the arguments as text, which the function `agree` compares between ranks. The text
+    about a tensor has its shape, its dtype and whether it requires a gradient. The steps of the
+    backward pass depend on these properties, and all ranks must run the same steps.
     """
 
     def word(x):

@@ -141,8 +141,8 @@ class Chosen(NamedTuple):
 
 
 def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
-    """Choose the implementation for the problem of a `problem_key`. `step` is as in
-    `Registry.choices`.
+    """Choose the implementation for the problem of a `problem_key`. The argument `step` is the same
+    as in `Registry.choices`.
 
     Under `torch.compile` the choice is a constant of the compiled code, regardless of the number
     of tokens.

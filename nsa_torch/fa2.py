@@ -303,9 +303,9 @@ def _once(make, branch, sizes, kv_len, cu_seqlens, device):
     """Return the result of `make()`. Calls on whole sequences with the same `sizes` share the
     result of `make()`. The second entry of `sizes` is the number of queries.
 
-    `make` runs dozens of small operators. At a few thousand tokens the host needs more time to
-    launch these operators than a GPU needs for FA-2. The results of decode steps are not shared,
-    since each step has a new length.
+    The function `make` runs dozens of small operators. At a few thousand tokens the host needs more
+    time to launch these operators than a GPU needs for FA-2. The results of decode steps are not
+    shared, since each step has a new length.
     """
     if torch.compiler.is_compiling() or cu_seqlens is not None:
         return make()
@@ -374,9 +374,9 @@ _traced_lse.register_autograd(_no_gradient_of_lse)
 
 
 class _Gather(torch.autograd.Function):
-    """Computes `x.flatten(0, 1)[rows]`, with 0 for indices outside the rows of `x`. If `rows` is a
-    permutation, the gradient is gathered with the inverse permutation `back`. The gradients of
-    repeated rows are summed in float32.
+    """Computes `x.flatten(0, 1)[rows]`, with 0 for indices outside the rows of `x`. If the array
+    `rows` is a permutation, the gradient is gathered with the inverse permutation `back`. The
+    gradients of repeated rows are summed in float32.
     """
 
     @staticmethod

@@ -104,8 +104,8 @@ def attention(
         `recompute`, the backward pass computes the branches again. If `recompute` is False, three
         more tensors of the output's size are saved.
       context_mesh: one dimension of a mesh whose ranks share the sequence (`nsa_torch.context`).
-        With a mesh, the tensors contain only the tokens of this rank (`T = S`), but `compressed`
-        and `cu_seqlens` describe the whole sequence.
+        With a mesh, the tensors contain only the tokens of this rank (`T = S`), but the arguments
+        `compressed` and `cu_seqlens` describe the whole sequence.
       context_layout: distribution of the tokens over ranks, `zigzag` or `contiguous`.
       implementation: a name for all steps, or `Branches` of names; None means automatic.
 
@@ -442,8 +442,8 @@ def explain(
 
     Args: The same as in `attention`. Arguments of `attention` that `explain` lacks do not affect
       the choice, except `context_mesh`. `gates` affect the choice only if no other argument
-      requires a gradient. `compressed` affects the choice only if `compressed` requires a gradient,
-      or if kernels cannot read its memory layout.
+      requires a gradient. The argument `compressed` affects the choice only if its tensors require
+      a gradient, or if kernels cannot read the memory layout of its tensors.
 
     Returns:
       One choice per step, with the reason why each earlier candidate was refused. The printed

@@ -180,8 +180,8 @@ def _places(ops, *given, shape, kv_len, packed, config):
 
 @derived(lambda x, *ends, end=0: [like(x)])
 def _cut(ops, x, *ends, end: Any = 0):
-    """Return `x` `[B, S, ...]` with zeros from position `end`, or from the last value of
-    `ends`. `ends` has one value for all rows, or one per row.
+    """Return `x` `[B, S, ...]` with zeros from the position `end` on, or from the last value of
+    `ends` on. `ends` has one value for all rows, or one per row.
     """
     there = torch.arange(x.shape[1], device=x.device)
     if ends:

@@ -77,10 +77,10 @@ class Kind(NamedTuple):
       name: The name of the kind, which begins with the name of the operator.
       run: Function that computes and returns the results.
       shapes: Function that returns uninitialized tensors with the shapes of the results.
-      backward: Function that returns the gradients of the first `floats` tensors. `backward`
-        receives the gradient of the first result, the saved results, the gradient of the second
-        result if there is one, and the arguments of the call. `backward=None` means that the kind
-        has no gradient.
+      backward: Function that returns the gradients of the first `floats` tensors. The function
+        `backward` receives the gradient of the first result, the saved results, the gradient of the
+        second result if there is one, and the arguments of the call. `backward=None` means that the
+        kind has no gradient.
       floats: Number of tensors that can have a gradient. These tensors are the first arguments.
       kept: Slice that selects the results that are saved for the gradient.
       returned: Number of results that the caller gets. The results for the caller come first, and

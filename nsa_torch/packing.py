@@ -256,7 +256,7 @@ def _gather(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def gather_by_kernel(x: Tensor, rows: Tensor) -> Tensor:
-    """Run `gather` on CUDA with a Triton kernel."""
+    """Run the function `gather` on CUDA with a Triton kernel."""
     batch, tokens, heads, width = x.shape
     packed = x.new_empty(rows.numel(), heads, width)
     if packed.numel() == 0 or x.numel() == 0:

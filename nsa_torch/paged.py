@@ -53,8 +53,8 @@ class PagedCache(PagedArrays):
       num_pages: number of pages, with `config.select_block` tokens each.
       kv_heads, key_width, value_width: Hkv, D and Dv.
       config: the sizes of the layer, which also determine the compressed tokens.
-      dtype: dtype of the stored tokens. With `torch.float8_e4m3fn`, `append` rounds all tokens
-        except compressed keys (`nsa_core.rounding`).
+      dtype: dtype of the stored tokens. With `torch.float8_e4m3fn`, the function `append` rounds
+        all tokens except compressed keys (`nsa_core.rounding`).
       device: device of the tensors; None means torch's default.
       separate: whether each branch has its own keys and values (`Branches`), which triples the
         memory for raw tokens.
@@ -244,9 +244,9 @@ class PagedCache(PagedArrays):
 
     def copy_recent(self, source: Tensor, target: Tensor) -> None:
         """In an fp8 cache, copy the buffers with the unrounded newest tokens of forked rows.
-        `source` and `target` are indices `[K]` of buffers, as in `slots` of `append`. Without
-        `copy_recent`, up to `l / d` of the fork's next compressed tokens are computed from rounded
-        tokens.
+        `source` and `target` are indices `[K]` of buffers, as in the argument `slots` of the
+        function `append`. Without `copy_recent`, up to `l / d` of the fork's next compressed tokens
+        are computed from rounded tokens.
         """
         for x in (self.recent_key, self.recent_value):
             if x is not None:
@@ -445,8 +445,8 @@ def checked_tokens(
     made_with: Facts,
     slots: Tensor | None = None,
 ) -> NewTokens:
-    """Check the arguments of `append` and return the new tokens. The function raises the errors of
-    `append`.
+    """Check the arguments of the function `append` and return the new tokens. The errors are the
+    same as the errors of `append`.
     """
     given = {"key": key, "value": value, "page_table": page_table, "lengths": lengths}
     given |= checks.present(cu_seqlens_q=cu_seqlens_q, slots=slots)
@@ -512,7 +512,8 @@ def mosaic_why_not(cache: PagedCache, *call: Any) -> str | None:
 
 
 def triton_why_not(cache: PagedCache, key, page_table, cu_seqlens_q, means) -> str | None:
-    """Return the reason why the Triton kernel of `append` cannot run this call, or None."""
+    """Return the reason why the Triton kernel of the function `append` cannot run this call, or
+    None."""
     if cache.is_fp8 and not means:
         return "supports a cache in fp8 only if compressed tokens are means"
     return append_why_not(cache)
@@ -530,7 +531,7 @@ def append_why_not(cache: PagedCache) -> str | None:
 
 
 def append_spec(cache: PagedCache, key, page_table, cu_seqlens_q, means: bool) -> specs.Append:
-    """Return the static sizes of the Mosaic kernel that runs this call of `append`."""
+    """Return the static sizes of the Mosaic kernel that runs this call of the function `append`."""
     (rows, pages), (_, _, _, width) = page_table.shape, cache.selected_value.shape
     return mosaic_append.append_spec(
         *(*key.selected.shape[1:], width, dtype_name(cache.selected_key), cache.config),

@@ -446,9 +446,9 @@ def gathering(
     """Return a function that gathers the pages of each row and runs `attention`. Call the
     returned function after the new tokens have been written to their pages.
 
-    `whole` has the keys and values of all tokens if the rows have no earlier tokens. If `whole` is
-    given, the pages are not read. `full` states that all rows have the same number of queries and
-    that no row has length 0. With `full`, no output is masked.
+    The argument `whole` has the keys and values of all tokens if the rows have no earlier tokens.
+    If `whole` is given, the pages are not read. `full` states that all rows have the same number of
+    queries and that no row has length 0. With `full`, no output is masked.
     """
     query, cache, table = inputs.query, inputs.cache, inputs.page_table
     config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q

@@ -125,7 +125,8 @@ MESSAGE = (
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the `backward` of a `torch.autograd.Function`, which has no second derivative.
+    """Decorate the method `backward` of a `torch.autograd.Function`, which has no second
+    derivative.
 
     Raises:
       NotImplementedError: Autograd records the backward pass.

@@ -527,9 +527,9 @@ class Planned(NamedTuple):
     Attributes:
       function: The traced function. The arguments of `function` are an `ArrayOps` and the
         arguments of an operator. `function` returns arrays.
-      backward: The function that computes gradients. The arguments of `backward` are the gradient
-        of the first result, the other results, and the arguments of the call. `backward=None`
-        means that there are no gradients.
+      backward: The function that computes gradients. The arguments of the function `backward` are
+        the gradient of the first result, the other results, and the arguments of the call.
+        `backward=None` means that there are no gradients.
     """
 
     function: Callable[..., Iterable[Any]]

@@ -44,7 +44,8 @@ def varlen_metadata(
 
     Args:
       cu_seqlens: int32 or int64 `[sequences + 1]`, ascending from 0. Do not write to this
-        tensor while the metadata object is in use. Call `update` to change the sequences.
+        tensor while the metadata object is in use. Call the method `update` to change the
+        sequences.
       max_seqlen: Upper bound of tokens per sequence. If `max_seqlen` is None and the host reads the
         boundaries, the bound is the length of the longest sequence or `select_block`, whichever is
         larger. This length is rounded up to a power of two, but not above `total`. If the host does
@@ -58,10 +59,10 @@ def varlen_metadata(
         the boundaries, the host compares `cu_seqlens[-1]` and `T`. If the host does not read the
         boundaries, `padded=None` means True. If `padded` is False, tokens after the last sequence
         must be finite.
-      max_sequences: The maximum number of sequences that `update` accepts. `max_sequences=None`
-        means the number of sequences rounded up to a power of two, at least 8. Two calls share
-        their plan and kernels if `max_sequences`, the row length, `padded`, and `max_seqlen`
-        rounded up to a power of two are equal.
+      max_sequences: The maximum number of sequences that the method `update` accepts.
+        `max_sequences=None` means the number of sequences rounded up to a power of two, at least 8.
+        Two calls share their plan and kernels if `max_sequences`, the row length, `padded`, and
+        `max_seqlen` rounded up to a power of two are equal.
       config: the `config` of the calls.
       device: the device of the calls; None means the device of `cu_seqlens`.
 
@@ -143,8 +144,9 @@ class VarlenMetadata:
         """Replace the sequences, and write the new boundaries to the same memory. One metadata
         object can therefore serve CUDA graphs or a whole training run.
 
-        The method writes on the current stream, like any in-place operation of torch. After
-        `update`, tensors that an earlier call saved for its backward pass are invalid.
+        The method writes on the current stream, like any in-place operation of torch. After a call
+        of the method `update`, tensors that an earlier call saved for its backward pass are
+        invalid.
 
         Raises:
           ValueError: The sequences do not fit `max_sequences`, `max_seqlen`, `total` or

@@ -98,8 +98,8 @@ class Cached:
         return Step(self.runner, lambda _: {"out": attend(fresh(), *last)[0]})
 
     def _branch(self, branch: str, given: Values) -> Values:
-        """Run one branch on the cache. The result has the keys `out` and `lse`, or only `indices`
-        for `scores`.
+        """Run one branch on the cache. The result has the keys `out` and `lse`, or for the scores
+        only the key `indices`.
         """
         query, cache = given["query"], given["cache"]
 

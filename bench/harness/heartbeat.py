@@ -58,8 +58,9 @@ def beating(silence_s: float = SILENCE_S) -> Iterator[None]:
 def on_silence(
     last: Callable[[], float], seconds: float, call: Callable[[], None]
 ) -> Iterator[None]:
-    """Return a context that calls `call` in a thread when the time `last()` was at least `seconds`
-    ago. `last()` is a time of `time.monotonic`. `call` is repeated until `last()` advances.
+    """Return a context that calls the function `call` in a thread when the time `last()` was at
+    least `seconds` ago. `last()` is a time of `time.monotonic`. The call is repeated until the time
+    `last()` advances.
     """
     ended = threading.Event()
 

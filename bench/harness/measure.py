@@ -91,8 +91,8 @@ def judge(
     mode: str = "forward",
     load: Callable | None = None,
 ) -> Judged:
-    """Compile `job` and compare its results with the oracle. `load` is `runner.load` or
-    `once(runner.load)`.
+    """Compile `job` and compare its results with the oracle. The function `load` is `runner.load`
+    or `once(runner.load)`.
     """
     name = f"{runner.framework} {job.branch} {job.label}"
 
@@ -105,7 +105,7 @@ def judge(
 
 
 def once(load: Callable) -> Callable:
-    """Return a version of `load` that loads each array once and caches it."""
+    """Return a version of the function `load` that loads each array once and caches the array."""
     known: dict[int, tuple[Any, Any]] = {}
 
     def one(array):

@@ -190,8 +190,8 @@ def answer(
 
 
 def end_all() -> None:
-    """End the processes that `run` has started in other threads. Each call then returns a
-    `Result`.
+    """End the processes that the function `run` has started in other threads. Each call then
+    returns a `Result`.
     """
     with _lock:
         children = [*_running]

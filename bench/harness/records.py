@@ -3,8 +3,8 @@ and threshold is derived from records.
 
 `Record` lists the fields of a measurement of attention: problem, times, errors, environment. Values
 that only one command has are in the field `extra`. A line has only the fields that differ from
-their defaults. `read` checks every line, so that a damaged file raises an error instead of giving
-wrong numbers.
+their defaults. The function `read` checks every line, so that a damaged file raises an error
+instead of giving wrong numbers.
 """
 
 import dataclasses
@@ -239,7 +239,7 @@ def read(path: str | Path) -> list[Record]:
 
 
 def placed(path: str | Path) -> Iterator[tuple[str, Record]]:
-    """Return the same records as `read`, each with its location `<path>:<line>`."""
+    """Return the same records as the function `read`, each with its location `<path>:<line>`."""
     return ((where, checked(Record, data, where)) for where, data in read_lines(path))
 
 

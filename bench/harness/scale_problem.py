@@ -25,7 +25,7 @@ class Problem:
       documents: number of tokens of each document of a packed row; empty for one sequence.
       recompute: argument of `nsa_torch.attention`.
       by_rows: whether only a few rows of the output are judged (`scale_rows`), for a sequence of
-          any length.
+        any length.
     """
 
     framework: str

@@ -132,11 +132,11 @@ def jax_calls(problem: Problem):
 
 
 def cuda_graph(call):
-    """Capture `call` in a CUDA graph on torch's current device. Return the function that replays
-    the graph, and the results, which each replay overwrites.
+    """Capture the function `call` in a CUDA graph on torch's current device. Return the function
+    that replays the graph, and the results, which each replay overwrites.
 
     Raises:
-      RuntimeError: `call` waits for the device.
+      RuntimeError: The function `call` waits for the device.
     """
     import torch
 

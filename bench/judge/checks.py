@@ -68,8 +68,8 @@ class Checker:
         return other
 
     def check(self, runner, step: Callable, branch: str, arguments) -> Parity:
-        """Run `step` of one branch and compare all its results with the oracle. For attention of
-        all branches (`all`), the step must use the selection of the inputs.
+        """Run the function `step` of one branch and compare all its results with the oracle. For
+        attention of all branches (`all`), the step must use the selection of the inputs.
 
         `arguments` are the arguments of `step`, as arrays of the runner's framework.
         """

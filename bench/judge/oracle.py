@@ -108,8 +108,8 @@ class Slabs(NamedTuple):
 
 def dense(branch: str, arguments: Mapping[str, Any], config, kv_len, dtype=None) -> dict:
     """Return the reference results of a branch. The results are `out` and `lse` for a branch, only
-    `scores` for the scores, and only `out` for `all`. `arguments` are the arguments of the branch,
-    and for `all` also the block indices.
+    `scores` for the scores, and only `out` for attention of all branches (`all`). `arguments` are
+    the arguments of the branch, and for `all` also the block indices.
     """
     where = {"config": config, "kv_len": kv_len}
     at = {**where, "compute_dtype": dtype}
@@ -146,8 +146,8 @@ def _whole(query, key, value, gates, block_indices, where, compressed=None):
 def outputs(
     branch: str, arguments: Mapping[str, Any], config, slabs: Slabs, *, low: bool = False
 ) -> dict[str, np.ndarray]:
-    """Run `dense` on the rows of `slabs` and stack the results. With `low` the results come from
-    the baseline, otherwise from the oracle.
+    """Run the function `dense` on the rows of `slabs` and stack the results. With `low` the results
+    come from the baseline, otherwise from the oracle.
     """
     with jax.enable_x64(True):
         step, kept = _forward_slab(branch, config, slabs.size, slabs.offset, low), []

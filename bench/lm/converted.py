@@ -211,7 +211,8 @@ def judged(
 
 
 def converted(folder: Path, run: str, nsa: dict[str, int]) -> Any:
-    """Convert the model in `folder / "dense"`. `run` is a start, with options after colons.
+    """Convert the model in `folder / "dense"`. The argument `run` is a start, with options after
+    colons.
 
     Raises:
       ValueError: A start or an option is invalid, or peft is not installed.

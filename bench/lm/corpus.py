@@ -292,7 +292,7 @@ def write(out: Path, about: Mapping[str, Any], tokenizer: bytes, tokens: np.ndar
 
 
 def is_corpus(path: str | Path) -> bool:
-    """Return whether the folder has a corpus that `read` can read."""
+    """Return whether the folder has a corpus that the function `read` can read."""
     return (Path(path) / ABOUT).is_file()
 
 

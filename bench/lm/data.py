@@ -1,8 +1,9 @@
 """Provides batches of tokens of real text. A batch depends only on the dataset, the seed and the
 step.
 
-`load` returns the batches of the dataset that `--dataset` names. Each process requests only the
-rows of a batch that it computes. A row is the same in every process, for any number of processes.
+The function `load` returns the batches of the dataset that `--dataset` names. Each process requests
+only the rows of a batch that it computes. A row is the same in every process, for any number of
+processes.
 """
 
 import hashlib
@@ -108,7 +109,7 @@ class Batches:
         return steps * rows * (width - 1) / len(self.training)
 
     def train(self, step: int, rows: slice = slice(None)) -> Batch:
-        """Return the `rows` of the batch of `step`."""
+        """Return the rows `rows` of the batch of the step `step`."""
         if self.pack == "none":
             return self._windows(self.training, (self.seed, 0, step), rows)
         batch = self.shape[0]
@@ -122,7 +123,7 @@ class Batches:
         return joined(parts)
 
     def evaluation(self, count: int, rows: slice = slice(None)) -> list[Batch]:
-        """Return the `rows` of `count` batches of held-out text. Every call returns the same
+        """Return the rows `rows` of `count` batches of held-out text. Every call returns the same
         batches."""
         if self.pack == "none":
             seeds = [(self.seed, 1, i) for i in range(count)]
@@ -214,7 +215,7 @@ def joined(parts: list[Batch]) -> Batch:
 def drawn(
     packed: Packed, batch: int, seed: tuple[int, ...], count: int, rows: slice
 ) -> list[Batch]:
-    """Return the `rows` of `count` batches, which consist of random rows of `packed`."""
+    """Return the rows `rows` of `count` batches, which consist of random rows of `packed`."""
     places = np.random.default_rng(seed).integers(0, packed.count, (count, batch))
     return [Batch(*packed.rows(each[rows])) for each in places]
 

@@ -246,8 +246,8 @@ _longest = 0.0  # of this process's runs, in seconds
 
 
 def _within_the_limit(job: Job) -> tuple[Job, str, float]:
-    """Call `run` if the duration of the longest earlier run suggests that this run ends in
-    time."""
+    """Call the function `run` if the duration of the longest earlier run suggests that this run
+    ends in time."""
     global _longest
     if time.monotonic() + 1.1 * _longest > job.deadline:
         return job, LEFT_OUT, 0.0

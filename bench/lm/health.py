@@ -26,8 +26,8 @@ def layer(gates: np.ndarray, indices: np.ndarray) -> dict[str, float]:
     means over the tokens.
 
     Returns:
-      compressed: Gate of the compressed branch, mean over heads. `selected` and `sliding` have the
-        gates of the selected and the sliding branch.
+      compressed: Gate of the compressed branch, mean over heads. The fields `selected` and
+        `sliding` have the gates of the selected and the sliding branch.
       entropy: Entropy of the gates in nats, mean over heads.
       entropy_min: Entropy of the head with the lowest entropy.
       largest: Share of the largest gate, mean over heads.

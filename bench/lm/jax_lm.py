@@ -162,7 +162,8 @@ class LM(nnx.Module):
             sequence per row.
           prepare: Function that computes the weights of a block from the stored weights when the
             block runs.
-          again: Whether the backward pass calls `prepare` again, instead of storing its results.
+          again: Whether the backward pass calls the function `prepare` again, instead of storing
+            the results of `prepare`.
           max_segments: See `varlen_metadata`.
         """
         x = self.embedding[...][tokens].astype(self.dtype)

@@ -114,7 +114,7 @@ class Run:
 
 def run(run: Run, stop: Stop) -> log.Summary:
     """Train from the last checkpoint, if there is one, and write all lines. Every rank must call
-    `run`, and all ranks end in the same way.
+    the function `run`, and all ranks end in the same way.
 
     The status of the summary is `ok` after all steps. After a signal the status is `stopped`, and
     there is a checkpoint of the steps done. If a loss or gradient is not finite, the status is

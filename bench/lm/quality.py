@@ -23,8 +23,9 @@ degrees of freedom. Losses are in nats per token. The table has these columns:
 - `seen`: how often a run sees its text. A run that sees its text several times can memorize the
   text.
 
-A verdict needs at least five pairs of runs. Differences must be within these limits. For `new` and
-`end` the upper bound of 95 % must be within the limit, and for other measures the mean:
+A verdict needs at least five pairs of runs. Differences must be within these limits. For the
+columns `new` and `end` the upper bound of 95 % must be within the limit, and for other columns the
+mean:
 
 - `new` and `end` may exceed the losses of dense attention by at most 0.3 %.
 - `far` may exceed the loss of dense attention by at most 1 %.

@@ -11,8 +11,8 @@ of the two occurrences of p:
 
 Two differences of mean losses of the last 64 tokens, in nats per token, are measured:
 
-- `recall` is the loss in `control` minus the loss in `read`.
-- `copied` is the loss in `unread` minus the loss in `read`.
+- `recall` is the loss in the row `control` minus the loss in the row `read`.
+- `copied` is the loss in the row `unread` minus the loss in the row `read`.
 
 For `copied`, both rows end in the same 64 tokens after the same preceding tokens. Only the earlier
 passage differs. The whole difference `copied` therefore comes from the earlier passage. The earlier

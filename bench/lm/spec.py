@@ -54,8 +54,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not 0 <= self.dense_first < (self.layers if self.attention == "nsa" else 1):
             raise ValueError(
-                f"dense_first must be in 0..{self.layers - 1} (below layers) if attention is nsa, "
-                f"and must be 0 if attention is dense, got {self.dense_first}"
+                f"dense_first must be in 0..{self.layers - 1} if attention is nsa (layers = "
+                f"{self.layers}), and must be 0 if attention is dense, got {self.dense_first}"
             )
         for name in ("dense_every", "selection_loss"):
             if not getattr(self, name) >= 0:

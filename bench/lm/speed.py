@@ -16,8 +16,8 @@ from .log import Speed
 def line(
     variant: variants.Variant, task: spec.Task, commit: str | None, found: dict[str, Any]
 ) -> Speed:
-    """Return the line of a measurement. `found` is a status with its reason, or the fields of
-    `ok`."""
+    """Return the line of a measurement. `found` is a status with its reason, or the fields that the
+    function `ok` returns."""
     found, device = dict(found), variants.device(variant.framework)
     devices = variant.parallel.devices
     if found["status"] == "ok":

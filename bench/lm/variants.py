@@ -116,11 +116,11 @@ def nsa(
 
 
 def with_ranges(found: Variant, mode: str, task: Task) -> Variant:
-    """Return `found` with the `label` and the `graph` that are right in the context
+    """Return the variant `found` with the `label` and the `graph` that are right in the context
     `ranges(mode)`. Ranges by `v1` cannot be captured in a CUDA graph.
 
     Raises:
-      NotImplementedError: The selected branch of `found` does not read ranges.
+      NotImplementedError: The selected branch of the variant `found` does not read ranges.
     """
     if mode == "none":
         return found

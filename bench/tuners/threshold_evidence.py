@@ -120,8 +120,8 @@ class Evidence:
         ]
 
     def add(self, rows: Iterable[Row], device: str | None = None) -> None:
-        """Add the pairs that `rows` contain. If `device` is given, rows from other devices are
-        ignored."""
+        """Add the pairs of times that the rows `rows` contain. If `device` is given, rows from
+        other devices are ignored."""
         groups: dict[str, list[Row]] = {}
         for where, record in rows:
             if not any(record.branch == branch for branch, _ in policy.DECIDES.values()):
@@ -214,8 +214,8 @@ def read_csv(path: str | Path, device: str | None) -> Iterator[Row]:
         length, *columns = FA2_COLUMNS if fa2 else SELECTION_COLUMNS
         if not {length, *columns} <= row.keys():
             raise ValueError(
-                f"{path}:1: columns must have {FA2_COLUMNS} and branch (bench.fa2) or "
-                f"{SELECTION_COLUMNS} (bench.selection), got {[*row]}"
+                f"{path}:1: columns must have all names of bench.fa2, {(*FA2_COLUMNS, 'branch')}, "
+                f"or all names of bench.selection, {SELECTION_COLUMNS}, got {[*row]}"
             )
         here = row.get("device") or device
         if here is None:

@@ -70,9 +70,8 @@ class LlamaNSAConfig(SavedConfig, LlamaConfig):
         validate.one_of("selection", self.selection, SELECTIONS)
         if self.selection == "trained" and self.block_size != self.block_counts:
             raise ValueError(
-                "selection='trained' requires block_counts (slots) == block_size (blocks per "
-                "chunk), since each block of a chunk has one slot; got "
-                f"block_counts={self.block_counts}, block_size={self.block_size}"
+                "selection='trained' requires block_counts == block_size, as fla-org's kernel "
+                f"does, got block_counts={self.block_counts}, block_size={self.block_size}"
             )
         if self.attention_dropout:
             raise ValueError(f"attention_dropout must be 0, got {self.attention_dropout}")

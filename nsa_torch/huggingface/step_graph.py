@@ -117,11 +117,11 @@ def why_not(model: Any) -> str | None:
 def capture(
     call: Callable[[], Tensor], device: torch.device
 ) -> tuple[Callable[[], None], Tensor]:
-    """Capture `call` as a CUDA graph. Return the function that replays the graph, and the
-    tensor to which it writes the result.
+    """Capture the function `call` as a CUDA graph. Return the function that replays the graph, and
+    the tensor to which it writes the result.
 
     Raises:
-      RuntimeError: `call` waits for the device.
+      RuntimeError: The function `call` waits for the device.
     """
     graph, casts = torch.cuda.CUDAGraph(), torch.is_autocast_cache_enabled()
     # When autocast ends, it frees the weights that it has cast. The graph therefore casts them
