@@ -95,7 +95,7 @@ class Kernel:
       cluster: Number of CTAs per cluster. The CTAs of a cluster are neighbours on the grid's
         last axis, run together, and access each other's shared memory.
       source: `module:function` that describes the kernel from its spec. Tests may omit `source`,
-        and the kernel is then compiled for its own lengths only.
+        and the kernel is then compiled only for its own lengths.
     """
 
     name: str

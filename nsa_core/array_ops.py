@@ -109,8 +109,8 @@ class ArrayOps(Protocol):
     Attributes:
       xp: `jax.numpy` or `torch`, for functions that have the same name in both.
       nn: `jax.nn` or `torch`, which have `softmax`, `log_softmax` and `logsumexp`.
-      parts_stay: whether a `part` of an array keeps its other elements if an `in_place` kernel
-        writes only some of its elements.
+      parts_stay: whether a result of `part` keeps the elements that an `in_place` kernel does not
+        write.
       has_streams: whether `run_beside` is supported.
     """
 

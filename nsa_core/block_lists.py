@@ -1,4 +1,4 @@
-"""Converts lists of key blocks from the caller to the form that the selected branch reads.
+"""Converts the caller's lists of key blocks to the form that the selected branch reads.
 Arrays may come from either framework. `xp` is `jax.numpy` or `torch`.
 """
 
@@ -88,8 +88,9 @@ def with_tail(xp: Any, indices, position, block_size: int):
 def paged_lists(ops: ArrayOps, lists, paged, page: int, block_size: int, include: str):
     """Return `(lists, tokens)`.
 
-    The returned lists `[N, G, n]` include the query's own block if `include` requires it. `tokens`
-    are the `paged_layout.Tokens` of the queries. `paged` has page_table, lengths and cu_seqlens_q.
+    The returned lists `[N, G, n]` include the query's own block if the argument `include` requires
+    this block. `tokens` are the `paged_layout.Tokens` of the queries. `paged` has page_table,
+    lengths and cu_seqlens_q.
     """
     page_table, lengths, starts = paged
     lengths = ops.xp.clip(lengths, None, page_table.shape[1] * page)
@@ -140,7 +141,7 @@ def check_paged(
     scale: float | None,
 ) -> int:
     """Check the shapes and dtypes of the arguments of `paged_block_attention`, and the values that
-    `read` returns. Return the block size to use.
+    the function `read` returns. Return the block size to use.
 
     Raises:
       ValueError: An argument is invalid for every implementation.

@@ -59,8 +59,8 @@ def _checked(index: Index, keys: int) -> Index:
 
 
 def check_paged(read: Callable[[Any], Any], query, pages, paged, index: Index) -> Index:
-    """Check the shapes and dtypes of the arguments of `paged_index_blocks`, and the values that
-    `read` returns. Return the `Index` to use.
+    """Check the shapes and dtypes of the arguments of `paged_index_blocks`, and the values that the
+    function `read` returns. Return the `Index` to use.
 
     Raises:
       ValueError: An argument is invalid for every implementation.

@@ -1,4 +1,5 @@
-"""For a paged call, chooses between kernels that read pages and `attention` on gathered rows.
+"""For a paged call, chooses either kernels that read pages, or `attention` on rows gathered from
+pages.
 
 Gathered rows can run on any implementation of `attention`, so a paged call also accepts the names
 of these implementations.
@@ -79,8 +80,8 @@ def checked(
     cu_seqlens_q,
     scale,
 ) -> Inputs:
-    """Check the arguments of `paged_attention` for a cache of `pool` pages. `read` is the same as
-    in `paged_layout.check_tables`.
+    """Check the arguments of `paged_attention` for a cache of `pool` pages. The function `read` is
+    the same as in `paged_layout.check_tables`.
     """
     paged_layout.check_queries(cache, query, gates, scale)
     at, size = (page_table, lengths, cu_seqlens_q), cache.config.select_block

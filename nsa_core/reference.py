@@ -82,8 +82,8 @@ def _e4m3(xp, x):
 def _rounded(xp, query, key, value, read):
     """Round `query` [B, T, Hkv, G, D], `key` and `value` [B, S, Hkv, .] as the e4m3 kernels do.
 
-    The mean of the keys that `read` [B, S, Hkv or 1, 1] marks is subtracted from all keys. The mean
-    is also returned.
+    The mean over the keys for which the mask `read` [B, S, Hkv or 1, 1] is true is subtracted from
+    all keys. The mean is also returned.
     """
 
     def by_column(x):

@@ -1,10 +1,10 @@
 """Scales rotary positions, so that a model can process longer texts than it was trained on.
 
-Pair `i` of a head of width D is rotated by `rate = base**(-2i / D)` per position. A scaling
-divides the rates of slow pairs by `factor`, does not change the rates of fast pairs, and
-interpolates in between. The names and values are those of `rope_parameters` in transformers.
-Scalings that depend on the length of the text ("dynamic", "longrope") are not supported, because
-cached keys would have to be rotated again.
+Pair `i` of the columns of a head of width D is rotated by `rate = base**(-2i / D)` per position. A
+scaling divides the rates of slow pairs by `factor`, and does not change the rates of fast pairs.
+Between slow and fast pairs, the scaling interpolates. The names and values are those of
+`rope_parameters` in transformers. Scalings that depend on the length of the text ("dynamic",
+"longrope") are not supported, because cached keys would have to be rotated again.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from nsa_core import validate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3:
-    """The scaling of Llama 3.1. Slow pairs turn at most `low_freq_factor` times in the original
-    length, and fast pairs at least `high_freq_factor` times. Between slow and fast pairs, the
-    scaling is linear in the number of turns.
+    """The scaling of Llama 3.1. Slow pairs of columns turn at most `low_freq_factor` times in the
+    original length, and fast pairs at least `high_freq_factor` times. Between slow and fast pairs,
+    the scaling is linear in the number of turns.
     """
 
     rope_type: str = "llama3"
@@ -39,7 +39,7 @@ class Llama3:
             )
 
     def scaled(self, rate: Any, pair: Any, base: float) -> Any:
-        """Return the rates `[D / 2]` of the pairs with the numbers `pair`, as arrays of any
+        """Return the rates `[D / 2]` of the pairs of columns with the numbers `pair`, for any
         framework.
         """
         # torch computes a number divided by an array as the number times the reciprocal of the
@@ -53,11 +53,11 @@ class Llama3:
 class Yarn:
     """The scaling YaRN (arXiv 2309.00071).
 
-    Slow pairs turn at most `beta_slow` times in the original length, and fast pairs at least
-    `beta_fast` times. Between slow and fast pairs, the interpolation is linear in the index of the
-    pair. `truncate` rounds the two ends of the interpolated range outwards. Rotation multiplies the
-    length of queries and keys by `attention_factor`. By default `attention_factor` is derived from
-    `factor`, or from `mscale` and `mscale_all_dim`.
+    Slow pairs of columns turn at most `beta_slow` times in the original length, and fast pairs at
+    least `beta_fast` times. Between slow and fast pairs, the interpolation is linear in the index
+    of the pair. `truncate` rounds the two ends of the interpolated range outwards. Rotation
+    multiplies the length of queries and keys by `attention_factor`. By default `attention_factor`
+    is derived from `factor`, or from `mscale` and `mscale_all_dim`.
     """
 
     rope_type: str = "yarn"
@@ -86,7 +86,7 @@ class Yarn:
         return (1.0 + grown * self.mscale) / (1.0 + grown * self.mscale_all_dim)
 
     def scaled(self, rate: Any, pair: Any, base: float) -> Any:
-        """Return the rates `[D / 2]` of the pairs with the numbers `pair`, as arrays of any
+        """Return the rates `[D / 2]` of the pairs of columns with the numbers `pair`, for any
         framework.
         """
         count = pair.shape[0]

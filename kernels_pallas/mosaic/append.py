@@ -1,9 +1,9 @@
 """Writes new tokens to their pages, and the means of the windows that the new tokens complete.
 
 Loop order: each lane copies two adjacent columns (a 32-bit word) of the key or the value of one new
-token. A token at position `i d + l - 1` ends a window of `l` tokens, which the token's lane also
-sums. The lane reads tokens of this call from the inputs, since other warps may not have written
-these tokens to pages yet. The lane reads tokens of earlier calls from their pages.
+token. A token at position `i d + l - 1` ends a window of `l` tokens, and the token's lane also sums
+this window. The lane reads tokens of this call from the inputs, since other warps may not have
+written these tokens to pages yet. The lane reads tokens of earlier calls from their pages.
 Tile: 32 words per warp, four warps per CTA; no shared memory. Bound: latency. A decode step of 8
 rows moves about 16 KB. On average one of `d` rows completes a window per step, and then reads `l`
 tokens.

@@ -3,7 +3,8 @@ and shift = lse * log2(e) - log2|gate|. The delta and the shift of a row are sto
 of the row's keys, in the layout that the backward kernels read (`specs/bwd_preprocess.py`).
 `combine.py` computes rowsum(dO * O), which is also the gradient of the gate.
 
-Without a loop, a lane computes one row and a warp computes 32 adjacent rows of the query tiles.
+There is no loop, since a lane computes one row. A warp computes 32 adjacent rows of the query
+tiles.
 Tile: 128 rows per CTA of four warps; no shared memory. Bound: bandwidth. Per row, 12 to 20
 bytes are read and 16 bytes are written.
 """

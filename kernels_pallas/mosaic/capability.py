@@ -103,10 +103,11 @@ def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str 
 
 
 def selected_bytes(D: int, Dv: int, block: int, num_selected: int, tile: Tile) -> int:
-    """Return the bytes of shared memory of selected attention, the larger of forward and dq.
+    """Return the bytes of shared memory that the kernels of the selected branch need.
 
-    The shared memory holds the query rows, keys, values and block list of a tile. Kernels other
-    than selected attention never exceed `SMEM_BUDGET`.
+    The result is the larger number of forward and dq. The shared memory holds the query rows, keys,
+    values and block list of a tile. The kernels of other branches never need more than
+    `SMEM_BUDGET` bytes.
     """
     forward = ROWS * max(D, Dv) + block * (2 * D + Dv)
     dq = ROWS * (D + Dv) + block * (D + Dv)

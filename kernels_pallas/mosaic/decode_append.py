@@ -9,7 +9,8 @@ wait for the loads of strips.
 The last CTA of a cluster writes the key and the value of each branch of token p at index p % block
 of the token's page, with a warp per row. If p = i d + l - 1, the first CTA also writes the mean of
 the last l keys, and the second CTA writes the mean of the last l values. New tokens are read from
-the call, and all other tokens from their pages. The warps of a CTA add up shares of the window.
+the inputs of the call, and all other tokens are read from their pages. The warps of a CTA add up
+shares of the window.
 
 For pages in fp8, rows are rounded before they are written. The older tokens of a window are
 read from the ring buffer of the row if the ring buffer has their exact values.
@@ -35,8 +36,8 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
     """Write a cluster's share of the new tokens.
 
     The page table must be in shared memory. Shared memory must also contain the unclamped pages of
-    new tokens, since these pages may not exist. In the functions below, `value` is 1 for values and
-    0 for keys.
+    new tokens, since these pages may not exist. In the functions below, the argument `value` is 1
+    for the value tensor and 0 for the key tensor.
     """
     m, spec, token, kv_head = lane.m, lane.spec, refs.b, refs.g
     warps = spec.variant.warps
@@ -147,7 +148,7 @@ def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
     # Means.
 
     def add_share(value, begin):
-        """Add up the tokens of the window that this warp handles.
+        """Add up this warp's share of the tokens in the window.
 
         Tokens of the call are read from the inputs, and older tokens from the pages. With fp8, an
         older token is read from the ring buffer of the row if the page may contain the token's

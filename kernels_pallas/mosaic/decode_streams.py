@@ -14,8 +14,9 @@ permutation spreads the accesses of 8 lanes over all banks:
 | read of K | 4 chunks of each of 2 rows                               |
 | read of V | one chunk of each of 8 rows, which `ldmatrix` transposes |
 
-The order of d in the sum Q K^T is free, and Q has the same order as K. Column i of the output tile
-(c, e) of V has d = 16 c + 8 e + i in 16 bits, and d = 16 c + 2 i + e in 8 bits.
+The product Q K^T may sum the columns d in any order, and Q has the same order of columns as K.
+Column i of the output tile (c, e) of V has d = 16 c + 8 e + i in 16 bits, and d = 16 c + 2 i + e in
+8 bits.
 
 The strips of all branches form one queue. A turn is an index in the queue. The next `stages - 1`
 strips of the queue are always being loaded, even while the warp waits for other warps. The order of
@@ -61,8 +62,8 @@ class Queue:
     Attributes:
       limit: Number of strips that are known from the length, before the blocks are selected.
       total: Number of all strips.
-      near: Index in the queue of the first strip of values. Before the strip at `near`, the queue
-        has the key strips of the compressed and the sliding branch.
+      near: Index in the queue of the first strip of V. Before the strip at `near`, the queue has
+        the strips of K of the compressed and the sliding branch.
     """
 
     def __init__(self, lane: Lane, work: Work, arrays: Any, kv_head: Any):
@@ -206,7 +207,7 @@ class Queue:
     def logits(self, turn: Any, query: list[Words], units: Words | None = None) -> list[Words]:
         """Return `scale log2(e) Q K^T` of a strip, as two tiles `[16 heads, 8 keys]`.
 
-        For keys in 16 bits, `query` is the result of `query_fragments`, and `units` is None. For
+        For keys in 16 bits, `query` is the result of `query_fragments` and `units` is None. For
         keys in fp8, `query` and `units` are the two results of `half_query`.
         """
         m, spec = self.m, self.spec
@@ -271,7 +272,7 @@ class Queue:
         self, acc: list[Words], turn: Any, p: Words, first: Any, low: Any, high: Any
     ) -> list[Words]:
         """Return `acc + P V` of a strip, where P is `[16 heads, 16 keys]`. `first`, `low` and
-        `high` are as in `clear`.
+        `high` are the same as in the method `clear`.
         """
         m, spec = self.m, self.spec
         stage, acc = self.take(turn), list(acc)
@@ -288,13 +289,12 @@ class Queue:
     def add_rounded(
         self, state: list, turn: Any, p: list[Words], most: Any, first: Any, low: Any, high: Any
     ) -> list:
-        """Return `acc + P V` of a strip like `add`, for values in fp8, with the new factor of
-        `acc`.
+        """Return `acc + P V` of a strip for V in fp8, and the new factor of `acc`.
 
         Args:
-          state: `acc` and its factor, a power of two. The products of p, of the scales of values
-            and of the factor fit float16.
-          turn, first, low, high: As in `add`.
+          state: `acc` and its factor, a power of two. The product of p, the scale of a row of V and
+            the factor fits float16.
+          turn, first, low, high: The same as in the method `add`.
           p: P in float32.
           most: Upper bound of the absolute values of the lane's p.
         """

@@ -428,7 +428,7 @@ class Entries:
         """Return the query tiles of step `i`.
 
         If the entries are tokens, return an empty list. Entries that are tokens are only prefetched
-        into L1 for `load`.
+        into L1, and the method `load` reads them later.
         """
         refs, tile = self.refs, self.tile
         if self.spec.selection_entries:
@@ -569,8 +569,8 @@ def partials_of_lists(kernel: Kernel) -> Callable:
 
 
 def merge(kernel: Kernel) -> Callable:
-    """The body of the kernel `specs.dkv.merge`. A CTA of one warpgroup adds the partials of 64 keys
-    and a slab of columns in order. The merge is bandwidth bound, unless a tile has hundreds of
+    """The body of the kernel `specs.dkv.merge`. A CTA of one warpgroup adds partials in order, for
+    64 keys and one slab of columns. The merge is bandwidth bound, unless a tile has hundreds of
     partials.
     """
     spec: Dkv = kernel.spec

@@ -3,7 +3,7 @@
 Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of values. A warp of the
 first kernel sums a chunk of tokens. A warp of the second kernel adds up the sums of all chunks for
 its columns. With the sums, the warp rounds `TILES` tiles of 64 slots, 16 slots at a time. In e4m3,
-16 values of a column are four words. For keys, two lanes exchange one word for each of two keys.
+16 numbers of a column are four words. For keys, two lanes exchange one word for each of two keys.
 Tile: 32 words per warp, four warps per CTA; no shared memory. Bound: bandwidth. At B=1 S=65536
 Hkv=4 D=Dv=128, each of the two kernels reads 134 MB, and `round_tokens` writes 67 MB.
 """

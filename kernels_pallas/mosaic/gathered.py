@@ -1,4 +1,4 @@
-"""Computes selected attention block by block.
+"""Computes attention to selected blocks, one block at a time.
 
 A first kernel gathers the queries that selected a block and computes their partial results. A
 second kernel merges the partials of each query.
@@ -157,8 +157,8 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
 
     Args:
       kernel: The description of the kernel.
-      rows: Widths of the gathered arrays `[B, T, H, .]`. The first array is multiplied with the
-        keys, and the second array, if there is one, with the values.
+      rows: Widths of the arrays `[B, T, H, .]` whose rows are gathered. The first array is
+        multiplied with the keys, and the second array, if there is one, with the values.
       out_width: Number of columns of the result.
       work: `work(refs, rows)` starts the remaining loads of a step and returns a function. The
         arguments of the returned function are the products `[64, block]` of the step. The

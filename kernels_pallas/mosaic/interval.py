@@ -28,7 +28,8 @@ only in part, which are masked. The blocks to which all rows attend in full foll
 Tiles: 64 rows x `block` keys per warpgroup. `block` is 64 to 128 in forward and 64 in dq.
 `specs/interval.py` chooses the number of stages.
 
-Bound: the tensor cores. The kernel of dq has three products per block, and forward has two. Floors
+Bound: the tensor cores. The kernel of dq has three products per block, and the forward kernel has
+two. Floors
 at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100 (989 TFLOP/s, 3.35 TB/s):
 
 | kernel  | compressed          | sliding             | query and output, each moved once |

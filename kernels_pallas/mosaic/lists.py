@@ -1,4 +1,4 @@
-"""Builds the lists of selected attention without a sort, and the work items of query lists.
+"""Builds the lists of the selected branch without a sort, and the work items of query lists.
 
 The bitmap of a selection is in shared memory. The bitmap has a word per block, and a word has a bit
 per token. The word of a block shows all tokens that selected the block. Both the block lists of
@@ -29,9 +29,10 @@ The warp also computes counts of the list's blocks (`specs.selected.BlockCounts`
 The bitmaps are int32 `[WARPS, words, WINDOW]` in shared memory. Word 0 of a block has the bits of
 tokens 0 to 31 of the tile, and word 1 has the bits of tokens 32 to 63.
 
-A bitmap is in the order of the blocks, so the block list is sorted too. The kernel of block lists
-is bound by the latency of entries, loaded `FETCHES` at a time, and of shared memory. The work of a
-warp grows with the number of blocks in the sequence, not with the number of selected blocks.
+A bitmap is in the order of the blocks, so the block list is sorted too. Latency limits the kernel
+of block lists, namely the latency of shared memory and of the loads of entries, `FETCHES` loads at
+a time. The work of a warp grows with the number of blocks in the sequence, not with the number of
+selected blocks.
 
 The query lists of blocks (`specs/block_query_lists.py`) are built in three steps:
 
@@ -185,10 +186,10 @@ class BlockBitmap(NamedTuple):
     def join(self, bits, window: int, low, token0, own, also=None, *state):
         """Set the bits of the blocks `low .. low + window - 1` that tokens selected.
 
-        `own` is the same as in `counts`. For all entries of the tokens' selection, also compute a
-        new `state` with the function `also`, and return the last `state`. The call is `also(entry,
-        token, block, selected, *state)` (`each`). The entries may have blocks outside the window
-        `low .. low + window - 1`.
+        The argument `own` is the same as in the method `counts`. For all entries of the tokens'
+        selection, also compute a new `state` with the function `also`, and return the last `state`.
+        The call is `also(entry, token, block, selected, *state)` (`each`). The entries may have
+        blocks outside the window `low .. low + window - 1`.
         """
         warp = self.warp
 
@@ -244,7 +245,7 @@ class BlockBitmap(NamedTuple):
         return self.warp.smaller(entry // self.spec.n, self.tokens - 1)
 
     def bound(self, values: list[Word], token: Word) -> Word:
-        """Return the value of a token, from `Tokens.bound` or a similar list."""
+        """Return the entry of a token in `Tokens.bound` or in a similar list."""
         warp = self.warp
         found = warp.shuffle(values[0], token & (LANES - 1))
         if self.words == 1:

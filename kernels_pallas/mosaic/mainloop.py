@@ -13,8 +13,8 @@ The formulas for a block of keys are those of `softmax.py`:
 P = 0 for keys to which a row must not attend, and for rows whose token did not select the block. At
 the end, out = gate * O / l + added and dQ = scale * sign(gate) * dQ.
 
-By default, P of a block is multiplied immediately by the values (forward), and dS immediately by
-the keys (dq). With `overlap_pv`, P of a block is multiplied during the elementwise work on the next
+By default, P of a block is multiplied immediately by V (forward), and dS is multiplied immediately
+by K (dq). With `overlap_pv`, P of a block is multiplied during the elementwise work on the next
 block:
 
     at once      S(i)   softmax(i)   P(i) V(i)   S(i+1)   softmax(i+1)   ...
@@ -72,8 +72,9 @@ def rows_of(size: Tile, array, at: TilePlace):
 class Block(NamedTuple):
     """The stages of a block of keys and values in the ring buffers.
 
-    `free_key` and `free_value` release the stage of the keys and of the values for the next copy.
-    `free_key` and `free_value` are called once each, after the last read of the stage.
+    `free_key` releases the stage of the keys for the next copy, and `free_value` releases the stage
+    of the values. `free_key` and `free_value` are called once each, after the last read of their
+    stage.
     """
 
     key_stage: Any
@@ -120,7 +121,7 @@ def over_blocks(
       mainloop: The operations on the tile.
       block_at: Function that returns a block. The arguments of `block_at` are whether some keys are
         masked, and the index of the block.
-      boundary: Number of first blocks, after which masking begins or ends. Either only the first
+      boundary: Number of blocks after which masking begins or ends. Either only the first
         `boundary` blocks or only the remaining blocks are masked.
       blocks: Number of all blocks.
       masked_first: True if the first blocks are masked, False if the remaining blocks are
@@ -162,8 +163,8 @@ class Ring(NamedTuple):
       buffers: The `Buffers` object that allocates and multiplies the blocks.
       rows: Number of rows of a block.
       width: Number of columns of a block.
-      by_column: Whether blocks are transposed. In a transposed block, a row is a column of the
-        values, and a column is a pair of keys.
+      by_column: Whether blocks are transposed. In a transposed block, a row is a column of V, and a
+        column is a pair of keys.
     """
 
     buffers: Buffers

@@ -260,8 +260,8 @@ class Buffers(NamedTuple):
         operand. The result is pending until `finish` returns it. No iteration of a loop may begin
         while a result is pending (`wgmma.py`).
 
-        `some` has the first row and the number of rows that are used of the right operand. If
-        `some` is None, all rows are used.
+        `some` selects the rows of the right operand that are used, by the first row and the number
+        of rows. If `some` is None, all rows are used.
         """
         registers = not isinstance(left, tuple)
         if self.interpret:

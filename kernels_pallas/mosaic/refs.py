@@ -79,7 +79,7 @@ def sizes_of(kernel: Kernel, scalars: Sequence[Any]) -> SimpleNamespace:
 
 
 def scalar_of(argument: Any) -> Any:
-    """Return the number in a scalar argument's address (`Kernel.for_any_length`), int32."""
+    """Return, as int32, the number in a scalar argument's address (`Kernel.for_any_length`)."""
 
     def read(ref):
         i64, i32 = (ir.IntegerType.get_signless(bits) for bits in (64, 32))
@@ -92,11 +92,11 @@ def scalar_of(argument: Any) -> Any:
 
 
 def cta_index(kernel: Kernel, axis: str) -> Any:
-    """Return the CTA's index on an axis of the grid, an int32 scalar.
+    """Return the CTA's index on an axis of the grid, as an int32 scalar.
 
     In a kernel that serves all lengths, the compiler must not know that the index is less than the
-    grid of the placeholder lengths. For a batch of 2, the compiler would replace `index // Hkv` by
-    `index >= Hkv`.
+    grid of the placeholder lengths. If the grid of a batch of 2 were known, the compiler would
+    replace `index // Hkv` by `index >= Hkv`.
     """
     index = lax.axis_index(axis)
     if not kernel.any_length:

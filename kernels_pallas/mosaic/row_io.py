@@ -187,8 +187,8 @@ class TileRows(NamedTuple):
         return _by_row(load, [array], words, [], [jnp.float32], self.interpret)[0]
 
     def put(self, array, value, b, first, head, length):
-        """Store `value`, one number per row, at the addresses that `values` reads. Values of
-        rows past the last token are not stored.
+        """Store `value`, one number per row, at the addresses that the method `values` reads.
+        Values of rows past the last token are not stored.
         """
         if self.interpret:
             heads = pl.ds(head, self.group)

@@ -119,7 +119,7 @@ def over_chunk(spec: Scores, step, carry, k, steps, base, key_begin, key_end):
       step: The function.
       carry: The initial `carry`.
       k: Index of the chunk.
-      steps: Steps of the whole tile.
+      steps: Number of steps of the tile, in all chunks.
       base: First block of the first step.
       key_begin: The begin of the keys to which the tile's last row attends.
       key_end: The end of the keys to which the tile's first row attends.
@@ -519,8 +519,8 @@ def _write_interpreted(spec: Scores, run, refs, own_block, wg, b, first_token, g
 
 
 def _pairs(matrix: np.ndarray) -> list:
-    """Return the same pairs as `_floats` for a NumPy array `[64, 64]` or `[32, 64]`. A value is
-    `[4, 32]`, with an element for each of 4 warps and 32 lanes.
+    """Return the same pairs as `_floats` for a NumPy array `[64, 64]` or `[32, 64]`. Each number of
+    a pair is an array `[4, 32]`, with an element for each of 4 warps and 32 lanes.
     """
     lane = np.arange(32)
     of_warp = matrix.reshape(4, -1, KEYS)

@@ -1,4 +1,5 @@
-"""Computes selected attention, forward and dq. Each tile of queries loops over its block list.
+"""Computes attention to selected blocks, forward and dq. Each tile of queries loops over its block
+list.
 
 Algorithm: FlashAttention's online softmax, and FlashAttention's query-stationary backward
 (`mainloop.py`). If a token did not select a block, forward uses P = 0 and an unchanged maximum for
@@ -14,8 +15,9 @@ Several small CTAs on an SM hide each other's latency. At D = Dv = 128 and block
 has three CTAs in forward (64 KiB each and the block list) and two CTAs in dq (96 KiB each). Batch
 and key/value head are the slowest grid axis, so that the keys of one head stay in L2.
 
-In a block list, every member attends to the whole of the first `full_blocks` blocks. Some members
-attend to only a part of the other blocks.
+In a block list, the first `full_blocks` blocks need no mask by key: every token that selected one
+of these blocks attends to all keys of the block. For each of the other blocks, some tokens may
+attend to only a part of the block.
 
 A gathered tile skips the far blocks of its list. `specs/selected.py` defines gathered tiles and
 far blocks.

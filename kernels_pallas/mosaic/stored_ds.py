@@ -11,8 +11,8 @@ The lane stores the eight numbers with one instruction. A slot of a token is
 
 | axis | index                                              |
 |------|----------------------------------------------------|
-| 0    | 16 heads, which are a warp of dq                   |
-| 1    | 16 keys, which are a warp of `dkv`                 |
+| 0    | 16 heads, which belong to one warp of dq           |
+| 1    | 16 keys, which belong to one warp of `dkv`         |
 | 2    | lane l                                             |
 | 3    | heads l / 4 (+ 8) x keys 2 (l % 4) (+ 1, + 8, + 9) |
 
@@ -232,11 +232,11 @@ class StoredDs(NamedTuple):
 
     @property
     def _halves(self) -> int:
-        """Return the number of groups of 8 heads that a lane has of one token."""
+        """Return the number of groups of 8 heads per token and lane."""
         return PART // HEADS // self.tokens_of_warp
 
     def _address(self, ds, place, part, keys):
-        """Return the address of the numbers that a lane has of 16 keys and of 8 or 16 heads.
+        """Return the address of a lane's numbers of dS for 16 keys and 8 or 16 heads.
 
         `part` is the index of these 8 or 16 heads in the tile.
         """

@@ -120,7 +120,7 @@ def number(condition: Word) -> Word:
 
 
 def bit(place: Number) -> Word:
-    """Return the integer in which only bit `place` is set, from 0 to 31."""
+    """Return the integer in which only bit `place` (0 to 31) is set."""
     return word(1) << place
 
 
@@ -195,7 +195,7 @@ def _ptx(text: str, *operands: Number, result: Any = None, together=False, reads
 
     Args:
       together: Whether all lanes execute the instruction together.
-      reads: Whether the instruction reads memory or other lanes.
+      reads: Whether the instruction reads memory or registers of other lanes.
     """
     values, several = [word(x).value for x in operands], isinstance(result, list)
     options = {"has_side_effects": reads, "convergent": together}

@@ -377,8 +377,8 @@ def _take(warp, hits, known, values, entries):
     """Extract the next winner of a score row.
 
     Return the winner's entry and score, and the stored entries that remain. Also return the updated
-    `values` and `entries`. If element i of `hits` is true in a lane, element i of both is the
-    winner.
+    `values` and `entries`. If element i of `hits` is true in a lane, element i of the returned
+    `values` and `entries` is the winner.
     """
     best, at = known[:2]
     mine = at * LANES + warp.lane()

@@ -191,8 +191,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def has_plugin(*names: str) -> bool:
-    """Return whether JAX's CUDA plugin is installed, without importing the plugin. One of the
-    modules `names` must exist. `names` defaults to the plugins for CUDA 13 and CUDA 12.
+    """Return whether JAX's CUDA plugin is installed, without importing the plugin. The plugin
+    counts as installed if one of the modules `names` exists. `names` defaults to the plugins for
+    CUDA 13 and CUDA 12.
     """
     # `find_spec` raises this error if no package `jax_plugins` is installed.
     with contextlib.suppress(ModuleNotFoundError):

@@ -79,7 +79,7 @@ def _context() -> Iterator[None]:
 
 
 def recorded(call: str) -> list[dict[str, Any]]:
-    """Return the recorded driver calls of this name since `recorder_clear`."""
+    """Return the calls of the driver function `call` that were recorded since `recorder_clear`."""
     lines = map(json.loads, recorder().recorder_log().splitlines())
     return [line for line in lines if line["call"] == call]
 

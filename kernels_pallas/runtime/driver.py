@@ -98,8 +98,8 @@ def call(name: str, *arguments: Any, of: str = "") -> None:
     """Call a function of the driver.
 
     Raises:
-      RuntimeError: The call returned an error. The message of the error begins with `of`, which
-        names the kernels for which the driver is called.
+      RuntimeError: The call returned an error. The error message begins with the argument `of`,
+        which names the kernels for which the driver is called.
     """
     check(getattr(library(), name)(*arguments), f"{of}{': ' if of else ''}{name}")
 

@@ -4,7 +4,8 @@ One launch computes the three branches, their gated sum and the selection.
 
 A page holds one selection block. A page has `block` raw tokens and `block / stride` compressed
 tokens. Compressed token `i` is in slot `i + compress_block / stride - 1` of its row. Slot `s` is at
-index `s % per_page` of page `s // per_page`, which also has the last raw token of the window.
+index `s % per_page` of page `s // per_page` of the row. The same page has the last raw token of the
+window.
 
 A cluster of `cluster` CTAs of `warps` warps serves one query token and one key/value head. A warp
 handles strips of 16 keys. The only length that is compiled into a kernel is `capacity`, the maximum
@@ -367,8 +368,8 @@ def decode(spec: Decode) -> Kernel:
       `recent_value` `[rings, 2 l, Hkv, .]`. The ring of each row is in int32 `slots` `[B]`.
 
     Outputs: `out` `[tokens, H, Dv]`, and int32 `indices` `[tokens, Hkv, n]`: the blocks that each
-    token selected, ascending, -1 in empty slots. For a token before position 0, the outputs are
-    zeros and -1.
+    token selected, ascending, -1 in empty slots. For a token before position 0, `out` is 0 and
+    `indices` is -1.
 
     Raises:
       NotImplementedError: No kernel supports the sizes (`why_not`).

@@ -28,7 +28,7 @@ A work item has eight int32, or sixteen for an interval:
 | 8 to 11  | for intervals, the integers 2 to 5 of the first 64 keys of the tile               |
 | 12 to 15 | for intervals, the integers 2 to 5 of the second 64 keys of a tile of 128 keys    |
 
-For the list entries between the integers 3 and 4, no key is compared. With token bits, shift = +inf
+The list entries between the integers 3 and 4 need no mask by key. With token bits, shift = +inf
 for the tokens of an entry that did not select the block.
 """
 
@@ -282,11 +282,11 @@ def merge(spec: Dkv) -> Kernel:
     """Describe the kernel that adds up the partials of each tile of keys, which gives dk and dv.
 
     Inputs are the outputs of `partials`, and `first` and `count`, int32 `[B * Hkv * key_tiles]`.
-    `first` and `count` have the index of the first partial and the number of partials of each tile
-    of keys. With `stored_rows` there are two more inputs: `ds_chunk`, and `before`, the gradient
-    (dk or dv) that the kernel updates in place. Only the rows of `[B, Hkv]` in the chunk are
-    written, and all other rows keep their values. Outputs are dk `[B, S, Hkv, D]` and dv `[B, S,
-    Hkv, Dv]`, or only one of dk and dv.
+    For each tile of keys, `first` has the index of the tile's first partial, and `count` has the
+    number of the tile's partials. With `stored_rows` there are two more inputs: `ds_chunk`, and
+    `before`, the gradient (dk or dv) that the kernel updates in place. Only the rows of `[B, Hkv]`
+    in the chunk are written, and all other rows keep their values. Outputs are dk `[B, S, Hkv, D]`
+    and dv `[B, S, Hkv, Dv]`, or only one of dk and dv.
     """
     by_tile = int32(spec.B * spec.Hkv * spec.key_tiles)
     inputs = spec.partials | {"first": by_tile, "count": by_tile}

@@ -107,7 +107,7 @@ def sum_tokens(spec: Rounding) -> Kernel:
     `end` on are ignored.
 
     Outputs: float32 `[B, CHUNKS, Hkv * D / 2, 4]`, `[B, CHUNKS, Hkv * Dv / 2, 4]`, `Rounding.sums`;
-    values that are not finite count as 0.
+    numbers that are not finite count as 0.
     """
     sizes = {"S": spec.S, "chunk": spec.chunk}
     return _kernel("fp8_sums", "sum_tokens", spec, spec.tokens, spec.sums, sizes, CHUNKS)

@@ -1,4 +1,4 @@
-"""Describes selected attention block by block.
+"""Describes attention to selected blocks, one block at a time.
 
 For each block, the kernels gather the queries that selected the block. The kernels process gathered
 tiles (`mosaic.selected.tile_is_gathered`). The block list of a gathered tile is long, since the
@@ -207,14 +207,15 @@ def partial_dq(spec: GatheredAttention) -> Kernel:
 @described
 def merge(spec: GatheredAttention) -> Kernel:
     """Describe the kernel that computes added + gate * O for the tokens of a segment. In
-    gathered tiles O = sum_j 2^(lse_j - lse) O_j, where j is the loop over near blocks or a far
-    block. In other tiles O is the output of the loop.
+    gathered tiles O = sum_j 2^(lse_j - lse) O_j, where j stands for the loop over near blocks or
+    for a far block. In other tiles O is the output of the loop.
 
     Without `gated` the gate is 1; without `added` nothing is added.
 
     Inputs:
       partials, partial_lse: The outputs of `partials`.
-      items: As in `partials`, if `stays`. A row without work items is skipped.
+      items: As in the kernel `partials`, an input only if `stays`. A row without work items is
+        skipped.
       block_counts: int32 `[B * Hkv * tiles of T, 6]`, as in `selected.forward`.
       indices: int32 `[B, T, Hkv, n]`, the selected blocks.
       position: int32 `[B, T]`, the position of each token among the keys, in units of `parts`

@@ -2,8 +2,8 @@
 the n best blocks (Eq. 11).
 
 With r = l'/d compressed tokens per block and cover = l/d, a compressed token `r * j + c` of
-block `j` has phase `c`. The token is counted `min(cover, r - c)` times for its block (Eq. 9),
-and `cover - min(cover, r - c)` times for the next block, which the token overlaps. For r = 4
+block `j` has phase `c`. The compressed token counts `min(cover, r - c)` times for its block (Eq.
+9), and `cover - min(cover, r - c)` times for the next block, which the token overlaps. For r = 4
 and cover = 2:
 
 | compressed token | phase c | times for block j | times for block j + 1 |

@@ -187,8 +187,8 @@ def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, in
 def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
     """Return the numbers of stages of keys and of values for `dq`.
 
-    With (2, 2) stages, two CTAs must fit on an SM. If they do not fit, there are (2, 1) or (1, 1)
-    stages. The check for two CTAs ignores the block list, and the check for one CTA includes the
+    With (2, 2) stages, two CTAs must fit on an SM. If two CTAs do not fit, there are (2, 1) or (1,
+    1) stages. The check for two CTAs ignores the block list, and the check for one CTA includes the
     longest block list. A long list (small G, large n) may leave room for only one CTA.
     """
     row_bytes, stage_bytes = ((key_width + value_width) * 2 * n for n in (ROWS, block))
@@ -210,7 +210,7 @@ def forward(spec: SelectedAttention) -> Kernel:
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`. With pages, the keys are `[1, S, Hkv, .]`, and these inputs follow:
         page_table: int32 `[B * pages]`, the pages of each row.
-        lengths: int32 `[B]`, keys of each row.
+        lengths: int32 `[B]`, the number of keys of each row.
         last_key: `[B, block, Hkv, D]`, the last page of each row, which has finite numbers after
           the keys of the row.
         last_value: `[B, block, Hkv, Dv]`, the last page of each row, like `last_key`.

@@ -11,7 +11,7 @@ written if the slot is empty or if the token does not attend to the block. A tok
 block twice, since only one of the slots would be written.
 
 Rows of `[B, Hkv]` are processed in chunks, since ds is 8.6 GB at B=1 T=65536 Hkv=4 n=16 G=16. The
-array `ds_chunk`, int32 `[64]`, has the first row of a chunk at index 0, and the number of the row's
+array `ds_chunk`, int32 `[64]`, has the first row of a chunk at index 0, and the index of that row's
 first partial at index 1.
 """
 
@@ -42,7 +42,7 @@ class StoredDsQuery(BlockListSizes):
 
     Attributes:
       stored_rows: Number of rows of `[B, Hkv]` in the chunk.
-      added: Whether the result is added to an array of its shape.
+      added: Whether the result is added to an array of the same shape.
       packed: Whether sequences may begin at any key.
     """
 

@@ -44,7 +44,7 @@ class Tile:
     @cached_property
     def tokens(self) -> int:
         """The number of tokens of one TMA copy, which must move a multiple of 128 bytes. If no
-        number of tokens that fits in the tile is a multiple of 128 bytes, the result is 0.
+        number of tokens that fits in the tile has a multiple of 128 bytes, the result is 0.
         """
         rows = 128 // (2 * self.slab)  # number of rows whose columns in a slab have 128 bytes
         multiple = rows // math.gcd(rows, self.group)

@@ -2,8 +2,8 @@
 
 The block list of a tile of query rows has the blocks that the tile's tokens selected.
 
-Query-stationary selected attention loops over the block list (`specs.selected`). For each tile
-`[B, Hkv, tiles]`:
+The query-stationary kernels of the selected branch loop over the block list (`specs.selected`). For
+each tile `[B, Hkv, tiles]`:
 
 | array     | shape              | content                                                      |
 |-----------|--------------------|--------------------------------------------------------------|

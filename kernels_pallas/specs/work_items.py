@@ -277,7 +277,7 @@ class WorkItems:
     the query tiles of a chunk. With `halving`, each segment, from the last to the first, is the
     second half of the remaining tokens. The first segment has at least `segment` query tiles. With
     `halving`, the lists of a segment have similar lengths. There is a single segment if `halving`
-    and not `square`, since the last key of a token is not known.
+    is true and `square` is false, since the last key to which a token attends is then not known.
 
     Attributes:
       lists: The query lists.

@@ -1,8 +1,8 @@
 """Runs a decode step over a paged cache in two launches, for all branches and a few queries per
 row.
 
-In the launch `partials`, a program has one split of the compressed keys, or of the window, of one
-row and key/value head. A program of `partials` stores the logits of the compressed keys for the
+In the launch `partials`, a program has one row, one key/value head, and one split of the compressed
+keys or of the window. A program of `partials` stores the logits of the compressed keys for the
 scores, and the maximum, the sum and the unnormalised output of the split. In the launch `finish`, a
 program has one query of one key/value head, and one part of the query's selected blocks. A program
 of `finish` scores all blocks, selects the best, attends to the blocks of its part and adds the

@@ -36,7 +36,7 @@ def gather(
       reach: Number of last tokens of a row whose entries are copied; other entries are zeros.
       margin: Number of tokens before the copied tokens whose entries are set to zero. Earlier
         entries are not written. By default, `margin` covers all tokens.
-      fp8: Whether the pages of keys, and those of values, are in fp8.
+      fp8: Whether the pages of keys are in fp8, and whether the pages of values are.
       last: Whether only the last page of each row is copied, as for raw tokens. If `last` is
         true, S is the number of entries of one page.
     """

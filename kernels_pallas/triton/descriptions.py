@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """The number of batch rows times key/value heads."""
+        """The number of batch rows times the number of key/value heads."""
         return self.B * self.Hkv
 
     @property
@@ -69,7 +69,7 @@ class Problem(NamedTuple):
         self, launch: tuple[str, Tiling, int], scalars, outputs, **constants: Any
     ) -> TritonKernel:
         """Return an attention kernel with the scalars T, S and `scalars`. `launch` has the
-        function, the tiles, and the number of programs per pair.
+        function, the tiles, and the number of programs per batch row and key/value head.
         """
         function, tiling, programs = launch
         return TritonKernel.of(

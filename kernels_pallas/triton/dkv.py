@@ -51,7 +51,7 @@ def _over_queries(
     Args:
       tile: Keys and values `[KEYS, .]`.
       arrays: query, do, lse, delta, gate, dlse.
-      lists: Either first and last, or order, indices, position and key_start.
+      lists: Either the arrays first and last, or the arrays order, indices, position and key_start.
       at: Indices of the keys in the array.
     """
     keys, values = tile

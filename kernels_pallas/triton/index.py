@@ -9,7 +9,8 @@ over the keys, which all heads share, `KEYS` at a time. Each step computes one p
 columns per thread, and the maxima of the product. The selection processes `BEST` blocks per step. A
 block is represented by one 64-bit integer, its candidate. A candidate has the bits of the score in
 the order of integers, followed by the complemented index. The greatest candidates are selected. If
-scores are equal, the lower block is selected. The best candidates so far stay in registers.
+scores are equal, the block with the lower index is selected. The best candidates so far stay in
+registers.
 
 `index_scores` writes z to memory if more blocks are selected than registers hold, if blocks have
 few keys, or if scores are added over heads. After `index_scores`, `paged_blocks.best` selects the
@@ -100,8 +101,8 @@ def index_scores(query, key, position, T, S, first, count, blocks, out, c: tl.co
 
     Args:
       query, key, position: As in `index_blocks`.
-      out: float32 `[B, count, HEADS or 1, blocks]`. Blocks without visible keys are -inf or not
-        written.
+      out: float32 `[B, count, HEADS or 1, blocks]`. Scores of blocks without visible keys are -inf
+        or not written.
     """
     MADE: tl.constexpr = c.KEYS // c.POOL
     tiles, chunks = tl.cdiv(count, c.TOKENS), tl.cdiv(blocks * c.POOL, c.CHUNK)

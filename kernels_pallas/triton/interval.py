@@ -3,7 +3,7 @@ compressed and the sliding branch.
 
 The kernels are query-stationary. A program has `ROWS` rows of one key/value head, and loops over
 all blocks of `KEYS` keys to which any of the rows attends. A block is masked only if some row
-attends to only a part of the block. Blocks begin at multiples of `KEYS` of the array, so that a
+attends to only a part of the block. Blocks begin at multiples of `KEYS` in the key array, so that a
 row's sums do not depend on its tile.
 
     S = scale Q K^T    P = exp(S - lse)    dS = P * (g dP - g delta)    dq = scale dS K

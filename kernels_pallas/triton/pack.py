@@ -116,7 +116,8 @@ def gather_rows(
     count, tokens, batches,
     source_batch, source_token, source_head, source_column, c: tl.constexpr,
 ):  # fmt: skip
-    """Write row `rows[i]` of the `[batches * tokens]` rows, with all heads, to row i.
+    """Copy row `rows[i]` of the `[batches * tokens]` rows of `source`, with all heads, to row i of
+    `packed`.
 
     If `rows[i]` is invalid, write 0.
 

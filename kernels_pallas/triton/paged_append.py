@@ -1,4 +1,4 @@
-"""Appends tokens to a paged cache, with the means of the windows that they complete.
+"""Appends tokens to a paged cache, and the means of the windows that the tokens complete.
 
 One launch writes in place.
 

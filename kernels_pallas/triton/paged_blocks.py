@@ -9,9 +9,10 @@
 | `partials` | attends to `SPLIT` keys of listed blocks, for one query and key/value head    |
 | `merge`    | adds the parts of one query and key/value head                                |
 
-The lists of `best` are in the order of the blocks, and among equal scores lower blocks are
-selected. `digits` and `chosen` divide few long lists into parts, since few programs of `best` would
-leave most of a GPU idle. `digits` counts how often the bits have each value in each part.
+The lists of `best` are in the order of the blocks. Among equal scores, the blocks with the lowest
+indices are selected. `digits` and `chosen` divide few long lists into parts, since few programs of
+`best` would leave most of a GPU idle. `digits` counts how often the bits have each value in each
+part.
 
 A split has a fixed number of keys, so the order of sums does not depend on the batch. The kernel
 `scores` is bandwidth bound. `scores` reads each key of a row once from memory, since the queries
@@ -165,8 +166,8 @@ def best(scores, lengths, rows, positions, queries, most, blocks, out, c: tl.con
     """Programs: tokens * LISTS.
 
     Args:
-      scores: The output of `scores`, `[tokens, LISTS, blocks]`. Other arguments are as in
-        `scores`.
+      scores: The output of the kernel `scores`, `[tokens, LISTS, blocks]`. Other arguments are as
+        in the kernel `scores`.
       out: int32 `[tokens, LISTS, N]`, ascending, then -1.
     """
     program = tl.program_id(0)
@@ -239,7 +240,7 @@ def digits(
     Args:
       scores: Output of `scores`, `[tokens, LISTS, blocks]`; counts, known: `out` and
         `now_known` of the previous launch, if any, whose bits are the `BITS_BEFORE` higher
-        bits. Other arguments are as in `scores`.
+        bits. Other arguments are as in the kernel `scores`.
       out: int32 `[tokens * LISTS, PARTS, 2**BITS]`: For each value of the bits from `SHIFT` on, the
         number of blocks of a part with this value. Only blocks with the same higher bits as the
         least selected score are counted.
@@ -326,7 +327,7 @@ def partials(
       query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`, whose pages have
         a distance of `key_stride` and `value_stride` tokens.
       lists: int32 `[tokens, SCOPES, N]`; with `TAIL` the query also attends to its own block if
-        that block is not complete. Other arguments are as in `scores`.
+        that block is not complete. Other arguments are as in the kernel `scores`.
       maxima: float32 `[tokens * PAIRS * GROUP, PARTS]`.
       sums: float32 `[tokens * PAIRS * GROUP, PARTS]`.
       outputs: float32 `[tokens * PAIRS * GROUP, PARTS, VALUE_WIDTH]`.

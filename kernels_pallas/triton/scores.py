@@ -10,8 +10,8 @@ its columns and adds them:
 `r = l'/d` compressed tokens begin in a block. Token `c` of a block shares `own[c]` stride blocks
 with the block and `carry[c]` with the next block. A block is represented by one 64-bit integer, its
 candidate. A candidate has the bits of the score (which is not negative), followed by the
-complemented index. The greatest candidates are selected. If scores are equal, the lower block is
-selected. The best candidates so far stay sorted in registers.
+complemented index. The greatest candidates are selected. If scores are equal, the block with the
+lower index is selected. The best candidates so far stay sorted in registers.
 """
 
 import triton

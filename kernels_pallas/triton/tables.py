@@ -127,13 +127,13 @@ def sequences(
     f: tl.constexpr,
     c: tl.constexpr,
 ):
-    """Write the values of the sequences.
+    """Write the positions of all sequences, and the query tiles of each sequence.
 
     Program 0 writes start, length, end, first slot and first compressed token of `count` sequences,
     `[5, pitch]` at the begin of `out`. The last of the `count` sequences is padding. Each other
-    program handles one section, which has a size of tiles. The program of a section writes the
-    number of tiles before each sequence, and the first query and the end of the queries of each
-    sequence, `[3, pitch]`.
+    program handles one section, which stands for one size of query tiles. For each sequence, the
+    program of a section writes the number of tiles before the sequence, its first query and the end
+    of its queries, `[3, pitch]`.
 
     Args:
       cu_seqlens: `[given]`.
@@ -196,8 +196,8 @@ def tables(
       out: The output of `sequences`, followed by the output of this launch.
       T: Number of queries per row.
       S: Number of keys per row.
-      offset: Query t has the index `t + offset` in the key array.
-      half: From query `half` on, the index in the key array is `t + offset + gap`.
+      offset: Query t has the index `t + offset` in the key array if t is less than `half`.
+      half: Query t has the index `t + offset + gap` if t is at least `half`.
       gap: Number of keys between the halves of the queries.
       count: Number of sequences.
       pitch: Stride between rows of the output of `sequences`.

@@ -3,9 +3,9 @@
 The first combination of sizes that fits in the shared memory of the architecture is used.
 
 The model of shared memory is an upper bound of Triton's usage for the loops of attention kernels.
-The model counts the tiles of the rows that stay in memory, one set of streamed tiles per stage, and
-one tile of products that changes its layout. `capability.why_not` checks first that tiles fit,
-since a launch without tiles that fit would fail.
+The model adds up three parts: tiles that stay in shared memory during the loop, one set of loaded
+tiles per pipeline stage, and one tile of products for a change of their layout.
+`capability.why_not` checks first that tiles fit, since a launch without tiles that fit would fail.
 """
 
 import functools

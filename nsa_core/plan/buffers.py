@@ -103,8 +103,9 @@ class Derived(NamedTuple):
 
     Attributes:
       static: The arguments of the step that are not arrays, by name.
-      writes: The outputs, which are new buffers or the first buffer of `reads`. If the output is
-        the first buffer of `reads`, the function writes into that buffer and returns nothing.
+      writes: The outputs, which are new buffers or the first buffer of the field `reads`. If the
+        output is the first buffer of the field `reads`, the function writes into that buffer and
+        returns nothing.
     """
 
     function: Callable[..., Any]

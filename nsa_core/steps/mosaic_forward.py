@@ -163,8 +163,8 @@ def _forward_spec(
 def selected_and_sum(
     ops: ArrayOps, qkv: Qkv, block_indices, params: Params, block_lists, others, gates
 ) -> tuple[OutLse, Any]:
-    """Run `selected`, and compute the `gated_sum` of the outputs of all branches. `others` has
-    the outputs of the compressed and the sliding branch.
+    """Run the step `selected`, and compute the `gated_sum` of the outputs of all branches. `others`
+    has the outputs of the compressed and the sliding branch.
     """
     spec = _forward_spec(qkv, block_indices, params)
     if spec.gather_limit:
@@ -188,7 +188,7 @@ def selected_on_pages(
     config: NSAConfig,
     scale: float | None = None,
 ) -> Kernel | None:
-    """Return the kernel that `selected` runs with `pages`, for a layer and any lengths.
+    """Return the kernel that the step `selected` runs with `pages`, for a layer and any lengths.
 
     Return None if a page has several blocks, or if far blocks are gathered (`mosaic_gather`), since
     gathering needs contiguous keys.
@@ -218,8 +218,8 @@ def selected_on_pages(
 
 
 def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
-    """Return the index structures `(starts, members, counts)` that `selected` and its gradient
-    read, from `block_indices`.
+    """Build `(starts, members, counts)` from `block_indices`, for the step `selected` and its
+    gradient.
     """
     spec = _selected_spec(qkv, block_indices, params)
     block_indices, _ = mosaic_lists.cut(ops, block_indices, params.config.select_block)

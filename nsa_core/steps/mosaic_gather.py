@@ -1,4 +1,4 @@
-"""Computes selected attention for tiles whose tokens selected mostly different blocks.
+"""Computes attention to selected blocks for tiles whose tokens selected mostly different blocks.
 
 The module supports both frameworks.
 

@@ -4,9 +4,9 @@ The kernel `dkv` computes dS for every token and each block that the token selec
 dS to memory. With stored dS, the kernel of dq computes one product per block instead of three,
 and needs neither V nor dO nor exponentials.
 
-From the entries of a block, `dkv` computes partials of dk and dv, which `merge` adds, and dS of
-some rows of `[B, Hkv]`. From the block list of a tile and dS, `stored_ds_dq` computes dq of the
-same rows, and adds dq in place.
+From the entries of a block, `dkv` computes dS of some rows of `[B, Hkv]`, and partials of dk and
+dv. The kernel `merge` adds the partials. From the block list of a tile and dS, `stored_ds_dq`
+computes dq of the same rows, and adds dq in place.
 
 dS of all rows needs several times the memory of an output, so rows are processed in chunks.
 """

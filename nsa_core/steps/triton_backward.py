@@ -3,9 +3,9 @@
 `mosaic_backward` is the counterpart for Mosaic kernels.
 
 Query-stationary kernels compute dq, and key-stationary kernels compute dk and dv. Several programs
-share the work of a tile of keys with much more work than other tiles, or of a block with a long
-query list. The partial sums of the programs, in float32, are added in a fixed order. A stable sort
-builds the query lists, so the order of every sum is fixed.
+share the work of a tile of keys that has much more work than other tiles, or the work of a block
+that has a long query list. The partial sums of the programs, in float32, are added in a fixed
+order. A stable sort builds the query lists, so the order of every sum is fixed.
 """
 
 from collections.abc import Sequence

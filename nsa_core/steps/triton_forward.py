@@ -78,8 +78,8 @@ def selected(
 def selected_and_sum(
     ops: ArrayOps, qkv: Qkv, block_indices, params: Params, block_lists, others, gates
 ) -> tuple[OutLse, Any]:
-    """Run `selected`, and compute the `gated_sum` of the outputs of all branches. `others` has
-    the outputs of the compressed and the sliding branch.
+    """Run the step `selected`, and compute the `gated_sum` of the outputs of all branches. `others`
+    has the outputs of the compressed and the sliding branch.
     """
     found = selected(ops, qkv, block_indices, params, block_lists=block_lists)
     return found, gated_sum(ops, (others[0], found[0], others[1]), gates)
@@ -111,9 +111,7 @@ def of_tiles(p: Problem, name: str, block_indices, params: Params):
 
 
 def tile_block_lists(ops: ArrayOps, qkv: Qkv, block_indices, params: Params):
-    """Return the index structures `(lists, counts)` that `selected` and its gradient read, from
-    `block_indices`.
-    """
+    """Build `(lists, counts)` from `block_indices`, for the step `selected` and its gradient."""
     p = problem_of(ops, qkv, params.scale)
     position, key_start = places(ops, params.layout)
     sizes = _tiles(p, block_indices, params)

@@ -233,7 +233,7 @@ def attention_of_rows(ops: ArrayOps, query, key, value, lists, lengths, *how):
         treated as pages of one token.
       lists: int32 `[B, T, G, n]`.
       lengths: int32 `[B]`, numbers of valid keys.
-      how: The arguments `block`, `include` and `scale` of `attention`.
+      how: The arguments `block`, `include` and `scale` of the function `attention`.
     """
     (batch, length, heads), keys = query.shape[:3], key.shape[1]
     flat = lambda x: ops.contiguous(x).reshape(-1, *x.shape[2:])
@@ -254,7 +254,7 @@ def attention_of_rows(ops: ArrayOps, query, key, value, lists, lengths, *how):
 
 
 def index_why_not(query, pages, page_table, index: Index) -> str | None:
-    """Return the reason why the kernels of `blocks` cannot run a problem, or None."""
+    """Return the reason why the kernels of the function `blocks` cannot run a problem, or None."""
     if _stride(pages) is None:
         return APART
     heads, width = query.shape[1:]
