@@ -84,7 +84,8 @@ print(f"largest difference of logits within {exact} tokens: {error:.1e}")
 
 # %% [markdown]
 # ## Compare
-# Within the exact length the two losses are equal. Beyond it NSA reads only selected blocks.
+# Within the exact length the two losses are equal. Beyond the exact length NSA reads only
+# selected blocks.
 
 
 # %%

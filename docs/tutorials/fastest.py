@@ -26,7 +26,7 @@ def inputs(length):
 
 # %% [markdown]
 # ## Which implementations run?
-# `explain` states which implementation runs each step, and why the others do not.
+# `explain` states which implementation runs each step, and why the other implementations do not.
 
 # %%
 print(nsa_torch.explain(*inputs(lengths[-1])[:3]))

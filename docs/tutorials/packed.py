@@ -33,7 +33,7 @@ print(row["input_ids"].shape, (row["position_ids"] == 0).nonzero()[:, 1].tolist(
 
 # %% [markdown]
 # ## Model
-# The model derives the tables of a packed row once per batch, and all layers share them.
+# The model derives the tables of a packed row once per batch, and all layers share the tables.
 # Up to rounding, the logits of a document do not depend on the other documents in its row. On a
 # GPU the logits are computed in bfloat16, as in training (`bf16=True` below).
 

@@ -151,7 +151,7 @@ print(tokenizer.decode(output[0]))
 # %% [markdown]
 # ## Serve
 # The folder is a checkpoint for every engine in [Serving](../serving.md). The cell prints two
-# commands: one starts a server with OpenAI's API, the other sends a request. They need
+# commands: one starts a server with OpenAI's API, the other sends a request. The commands need
 # `pip install 'transformers[serving]' requests`. If you have transformers 5.19 or newer, add
 # `--continuous-batching`, so that requests share one pool of pages.
 
