@@ -1,8 +1,9 @@
 """Loads the YAML files of `configs/` into checked dataclasses.
 
-`load` reads a YAML file of `configs/` by its name, or a YAML or JSON file by its path. `build`
-turns the loaded mapping into a dataclass. An unknown key, or a value of another type than the
-field, raises an error. `nsa_bench.tune_thresholds` derives `devices/<device>.yaml` from records.
+The function `load` reads a YAML file of `configs/` by its name, or a YAML or JSON file by its path.
+The function `build` turns the loaded mapping into a dataclass. An unknown key, or a value of
+another type than the field, raises an error. `nsa_bench.tune_thresholds` derives
+`devices/<device>.yaml` from records.
 """
 
 import functools

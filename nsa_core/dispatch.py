@@ -260,7 +260,7 @@ class Registry:
         A `Branches` of names has no entry for the step `scores`. Scores run on the implementation
         of the selected branch if it supports scores. If that implementation does not support
         scores, scores run on the first implementation that does. A single name for all branches
-        also applies to `scores`, if that implementation has the step.
+        also applies to the step `scores`, if the named implementation has this step.
         """
         if step is not None and step not in ROUNDED:
             problem = problem._replace(config=problem.config.of_sizes)

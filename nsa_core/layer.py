@@ -81,7 +81,7 @@ class LayerSpec:
       phi_hidden: hidden width of the MLP; None means twice the width of the heads that the MLP
         compresses.
       kv: the projections of keys and values. With "separate", each branch has its own keys and
-        values. With "shared", all branches share one key and one value, like dense attention, so
+        values. With "shared", all branches read the same keys and values, as in dense attention, so
         that a cache is about a third of the size.
       gate: the source of the three gates per token. With "head", the gates of each query head are
         sigmoids of a linear map of the layer's input. With "sigmoid" and "softmax", an MLP computes

@@ -14,9 +14,9 @@ page, so rows can share their first pages.
 
 A cache in fp8 stores tokens as float8_e4m3fn with a float32 scale per token and head
 (`nsa_core.rounding`). Compressed keys are not rounded, since they determine the selection.
-Compressed tokens are computed from unrounded tokens. The newest tokens of a row are therefore also
-stored unrounded, in a buffer that is called the ring of the row. Raw token p is stored at
-`recent[slot of the row, p % (2 l)]`.
+Compressed tokens are computed from unrounded tokens. For compressed tokens, the newest tokens of a
+row are also stored unrounded, in a buffer that is called the ring of the row. Raw token p is stored
+at `recent[slot of the row, p % (2 l)]`.
 
 A ring may contain arbitrary values, including tokens of another row. If the token in the page may
 be the rounded value of the token in the ring (`rounding.is_of`), the token in the ring is used. If
@@ -253,7 +253,7 @@ def new_arrays(
       name_of: Function that returns the name of a dtype.
       zeros: Function that makes an array from its name, shape and dtype.
       dtype, compressed_dtype, max_rows: as in `nsa_torch.PagedCache`.
-      sizes: as in `shapes`.
+      sizes: as in the function `shapes`.
     """
     is_fp8 = name_of(dtype) == FP8
     compressed_dtype = compressed_dtype or (xp.bfloat16 if is_fp8 else dtype)
@@ -575,8 +575,8 @@ def check_tokens(
     slots,
     pool: int,
 ) -> tuple[CompressParams, CompressParams]:
-    """Check the arguments of `append`, with keys `[N, Hkv, D]` and values `[N, Hkv, Dv]`.
-    Return `params` as a pair.
+    """Check the arguments of the function `append`, with keys `[N, Hkv, D]` and values `[N, Hkv,
+    Dv]`. Return `params` as a pair.
     """
     count, like = None, {"the cache": cache}
     for key_name, value_name, k, v in validate.named(key, value):

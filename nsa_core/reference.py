@@ -5,8 +5,8 @@ The reference computes in float32 (in float64 for float64 inputs), or in `comput
 given. Tests compare the error of a kernel with the error of the reference in low precision. If
 `compute_dtype` of a config is float8_e4m3, the reference in low precision rounds the same values
 as the kernels do. The module shares only the array operations of each framework (`ArrayOps`) with
-other implementations. The reference needs memory for `[T, S]` per head, and the automatic choice
-never uses it.
+other implementations. The reference needs memory for an array `[T, S]` per head, and the automatic
+choice never uses it.
 
 Source: arXiv 2502.11089 v2, Eqs. 5-12. Arrays may come from either framework.
 `nsa_jax.reference` and `nsa_torch.reference` wrap the functions of this module with the arguments

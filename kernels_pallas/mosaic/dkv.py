@@ -18,7 +18,8 @@ One step computes:
 shift and delta are in `row_stats`, and shift includes the gate. gP^T and dS^T stay in registers, as
 the left operands of products 4 and 6. Products 3 and 4 run in parallel, and dS^T (line 5) is
 computed during product 4. The G query heads of a key/value head are rows of the query tile, so the
-products sum over these heads. GQA therefore needs no separate reduction over heads.
+products sum over these heads. GQA needs no separate reduction over heads, since the products sum
+over the heads of a group.
 
 Intervals: the queries that attend to a tile of keys are contiguous. A CTA has one producer
 warpgroup and two consumer warpgroups of 64 keys each. If D + Dv > 384, the CTA has only one
@@ -215,9 +216,9 @@ class KeyTile:
             statistics of the columns. If `visible` is None, all queries attend to all keys.
           selected: Function that returns a bool array `[8]`. A column belongs to a list entry,
             which is a query tile and a block. Element i is True if the token of column i selected
-            the block of the column's list entry. The argument of `selected` is the first of the
-            eight columns. If `selected` is None, all tokens selected their block, or `visible` also
-            checks the selection.
+            the block of the column's list entry. The argument of the function `selected` is the
+            first of the eight columns. If the argument `selected` is None, all tokens selected
+            their block, or `visible` also checks the selection.
           take_ds: Function that is called with dS^T in 16 bits.
         """
         spec, refs, buffers = self.spec, self.refs, self.buffers

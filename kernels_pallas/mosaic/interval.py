@@ -19,8 +19,8 @@ A query may attend to two intervals, each with its own arrays (`spec.second_keys
 over the two intervals one after the other. Between the two loops of a tile, the memory of the
 tile's result stores the rounded result of the first interval. Forward computes P V of a block
 during the work on the next block. The producer warpgroup fills all free stages of the ring buffer,
-also with blocks of the next work item. A work item begins with the blocks to which some rows attend
-only in part, which are masked. The blocks to which all rows attend in full follow, without a mask:
+also with blocks of the next work item. A work item begins with masked blocks, to which some rows
+attend only in part. The blocks to which all rows attend in full follow, without a mask:
 
     keys of the work item   begin |--- edge ---|------- full -------|--- edge ---| end
     blocks                  0     ..           left        ..       right        ..

@@ -1,10 +1,10 @@
 """Builds the lists of the selected branch without a sort, and the work items of query lists.
 
 The bitmap of a selection is in shared memory. The bitmap has a word per block, and a word has a bit
-per token. The word of a block shows all tokens that selected the block. Both the block lists of
-tiles and the query lists of blocks are therefore built from the bitmap. One warp handles up to 64
-neighbouring tokens, which may belong to several sequences. The warp handles the sequences one after
-the other, since blocks are counted from the first key of their sequence.
+per token. The word of a block shows all tokens that selected the block. The block lists of tiles
+and the query lists of blocks are built from the bitmap. One warp handles up to 64 neighbouring
+tokens, which may belong to several sequences. The warp handles the sequences one after the other,
+since blocks are counted from the first key of their sequence.
 
 For each sequence of the tokens (`next_sequence`), the warp clears the bitmap (`clear`) and sets the
 bits of the blocks low .. low + window - 1 (`join`).
@@ -52,9 +52,9 @@ that touch the tile, and counts or writes the query tiles with a bit.
 | `bits` `[WARPS, bits]`         | a word per block, with a bit per token                 |
 | `next_entry` `[WARPS, window]` | number of counted entries, or offset of the next entry |
 
-Each counter is written by one warp only, so counters need no atomics in global memory and the order
-of entries is fixed. The kernels of query lists are bound by latency. The number of passes over
-bitmaps grows with (number of chunks) x (number of blocks). Each entry is written once.
+Only one warp writes each counter, so counters need no atomics in global memory, and the order of
+entries is fixed. The kernels of query lists are bound by latency. The number of passes over bitmaps
+grows with (number of chunks) x (number of blocks). Each entry is written once.
 
 Work items of query lists (`specs/work_items.py`): one warp handles a batch row, a key/value head
 and a segment of the tokens. A lane handles a tile of keys, and a warp handles 32 tiles at a time.
@@ -376,8 +376,8 @@ def list_chunk(
 ) -> None:
     """Traverse chunk `WARPS * group + warp` of row `refs.row`.
 
-    With `fill` the entries of query lists are written, and without `fill` they are counted. With
-    `gather` the entries are those of the kernel `fill_gather_lists`.
+    With `fill` the entries of query lists are written, and without `fill` they are counted. If the
+    argument `gather` is true, the entries are those of the kernel `fill_gather_lists`.
     """
     lane, row = warp.lane(), refs.row
     refs.b, refs.g = row // spec.Hkv, row % spec.Hkv

@@ -257,8 +257,8 @@ class Buffers(NamedTuple):
         """Start `left @ right.T` of operands `(ref, copy)`.
 
         The left operand may be in registers. The product sums over the columns of the narrower
-        operand. The result is pending until `finish` returns it. No iteration of a loop may begin
-        while a result is pending (`wgmma.py`).
+        operand. The result is pending until the method `finish` returns the result. No iteration of
+        a loop may begin while a result is pending (`wgmma.py`).
 
         `some` selects the rows of the right operand that are used, by the first row and the number
         of rows. If `some` is None, all rows are used.
@@ -293,8 +293,8 @@ class Buffers(NamedTuple):
 
     def start_sum(self, total, left, right, some=None):
         """Start `total + left @ right` of registers and an operand `(ref, copy)`. For operands
-        in e4m3 the sum is `total + left @ right.T`. As in `start_product`, the result is
-        pending until `finish`.
+        in e4m3 the sum is `total + left @ right.T`. As in `start_product`, the result is pending
+        until the method `finish` returns the result.
         """
         if self.interpret:
             if self.is_fp8:

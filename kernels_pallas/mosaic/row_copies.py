@@ -97,7 +97,7 @@ class RowCopies(NamedTuple):
         """Copy rows of an operand to an array, for each entry from `first` to `end - 1`.
 
         Args:
-          entries, first, end: As in `load`.
+          entries, first, end: The same as in the method `load`.
           place: The batch row b, the number of entries per row of the array, and the number to
             subtract from an entry.
           target: Array `[B, count, group, width]`.

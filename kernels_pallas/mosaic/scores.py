@@ -627,7 +627,7 @@ def best_blocks_kq(kernel: Kernel):
         def fold(p):
             """Return, for each token, the sum `[64, 8]` over its groups of 8 columns.
 
-            `store` adds up the 8 columns.
+            The function `store` adds up the 8 columns.
             """
             sums = []
             for token in range(0, rows, heads):

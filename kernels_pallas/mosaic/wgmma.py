@@ -4,13 +4,13 @@
 64-bit descriptor in registers. In this module a new sum needs no zeroed accumulator (scale-d 0),
 and offsets are constants in the text of the instruction.
 
-A product is pending from `product` or `added` until `wait` returns its registers. While a product
-is pending, no instruction may access its registers or the registers of its left operand. While a
-product is pending, no iteration of a loop may begin. While a product is pending, a loop may compute
-registers for a later product only if the same iteration fences and starts the later product. If a
-kernel breaks the rules of pending products, ptxas waits after every instruction, and reports
-remarks C7510 to C7514 (`Cubin.remarks`). The assembler ptxas deletes a product whose result is
-unused.
+A product is pending from its start, by the function `product` or `added`, until the function `wait`
+returns its registers. While a product is pending, no instruction may access its registers or the
+registers of its left operand. While a product is pending, no iteration of a loop may begin. While a
+product is pending, a loop may compute registers for a later product only if the same iteration
+fences and starts the later product. If a kernel breaks the rules of pending products, ptxas waits
+after every instruction, and reports remarks C7510 to C7514 (`Cubin.remarks`). The assembler ptxas
+deletes a product whose result is unused.
 
 An operand is an array `[slabs, rows, columns per slab]` of 16-bit numbers in shared memory. Each
 slab is one swizzled box (`operands.py`). `Q K^T` sums along the rows of both operands. For `P V`, V
@@ -142,8 +142,8 @@ def added(
     total: Sequence[ir.Value], left: Sequence[ir.Value], right: Operand
 ) -> list[ir.Value]:
     """Start `total + left @ right` if `right` is transposed, otherwise `total + left @
-    right.T`. `left` and `total` are registers. `added` returns pending registers and raises
-    errors like `product`.
+    right.T`. `left` and `total` are registers. The function `added` returns pending registers, and
+    raises the same errors as the function `product`.
     """
     columns, depth = right.rows, right.width
     if right.transposed:

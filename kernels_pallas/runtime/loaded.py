@@ -35,7 +35,7 @@ def bound(
         none.
 
     Raises:
-      RuntimeError: The same as in `load`.
+      RuntimeError: The same errors as in the function `load`.
     """
     generic = kernel.for_any_length()
     load([generic], device, prefetch=prefetch)

@@ -75,9 +75,9 @@ class AttentionSizes(Spec):
 
 def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> Kernel:
     """Describe a kernel that returns an output and a log-sum-exp. The kernel's inputs are `inputs`,
-    then the gate if `gated`, and the previous sum if `added`. For keys in e4m3 without `added`, the
-    last input is the mean that was subtracted from the keys. `more` describes further outputs of
-    the kernel.
+    then the gate if `gated` is true, and the previous sum if `added` is true. For keys in e4m3, if
+    `added` is false, the last input is the mean that was subtracted from the keys. `more` describes
+    further outputs of the kernel.
     """
     out = spec.rows(spec.Dv)
     return Kernel.named(
@@ -97,9 +97,9 @@ def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> 
 
 
 def dq(branch: str, spec: Any, inputs: dict[str, Array], before: bool = False) -> Kernel:
-    """Describe a kernel that returns dq. The kernel's inputs are `inputs`, dO, the statistics
-    of query rows in tiles of `spec.stats_tile`, and the previous sum if `added`. With `before`,
-    dq is written into an existing array.
+    """Describe a kernel that returns dq. The kernel's inputs are `inputs`, dO, the statistics of
+    query rows in tiles of `spec.stats_tile`, and the previous sum if `added` is true. With
+    `before`, dq is written into an existing array.
     """
     out = spec.rows(spec.D)
     return Kernel.named(

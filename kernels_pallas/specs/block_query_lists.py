@@ -51,9 +51,9 @@ class BlockQueryLists(Spec):
       packed: Whether sequences may begin at any key. `packed` is False for tiles of slots in
         packed rows (`nsa_core.varlen`), since tiles of slots are treated like tiles of keys of
         one sequence.
-      tile, limit: With `limit`, only tokens of gathered tiles have entries, and only for far
-        blocks (`specs/selected.py`). `tile` is the number of tokens per tile, and `limit` is
-        the `gather_limit` (`selected.tile_is_gathered`).
+      tile, limit: With `limit`, only tokens of gathered tiles have entries, and the entries are
+        only for far blocks (`specs/selected.py`). `tile` is the number of tokens per tile, and
+        `limit` is the `gather_limit` (`selected.tile_is_gathered`).
     """
 
     B: int

@@ -63,9 +63,9 @@ def row_stats(spec: RowStats) -> Kernel:
       lse: Natural log-sum-exp of a branch, -inf if a query has no keys.
       delta: delta_c = rowsum(dO * O_c).
       key_end: int32 `[B, T]`, end of the keys to which a token may attend.
-      first_key: int32 `[B, T]`, if `interval`.
-      gate: The gate, if `gated`.
-      dlse: Gradient of the log-sum-exp, if `lse_grad`.
+      first_key: int32 `[B, T]`, if `interval` is true.
+      gate: The gate, if `gated` is true.
+      dlse: Gradient of the log-sum-exp, if `lse_grad` is true.
 
     Output: float32 `[B, Hkv, tiles, rows, 4]`: shift, delta, first_key, key_end. A row without
     keys has +inf, 0, 0, 0. A padding row has 0, 0, 0, 0. The query and dO of a padding row are

@@ -255,12 +255,12 @@ class Decode(Spec):
     def offsets(self) -> dict[str, int]:
         """The byte offset of each part of shared memory, and the end of all parts.
 
-        `found` reuses the memory of the scores, which the warps of the CTA have already read.
-        The statistics of the selected branch reuse the memory of the statistics of the
+        The part `found` reuses the memory of the scores, which the warps of the CTA have already
+        read. The statistics of the selected branch reuse the memory of the statistics of the
         compressed branch. A warp with compressed strips reads the statistics of the compressed
-        branch before it writes scores to other CTAs. No warp starts the selected branch before
-        it has all scores. `partial_out` reuses the memory from `sliding_stats` on, since every
-        warp of the cluster has read this memory before the third exchange ends.
+        branch before it writes scores to other CTAs. No warp starts the selected branch before it
+        has all scores. The part `partial_out` reuses the memory from the part `sliding_stats` on,
+        since every warp of the cluster has read this memory before the third exchange ends.
         """
         capacity, warps = self.variant.capacity, self.variant.warps
         stats = self.cluster_warps * STAT_BYTES

@@ -4,8 +4,8 @@ The first kernel is key-stationary, and computes partial sums per work item. The
 merges the partial sums.
 
 A work item is a tile of keys, and some consecutive query tiles that attend to the tile of keys.
-`partials` sums over the queries of one work item. `merge` adds the float32 partials of a tile of
-keys in a fixed order, so the result has the same bits in every run.
+`partials` sums over the queries of one work item. The kernel `merge` adds the float32 partials of a
+tile of keys in a fixed order, so the result has the same bits in every run.
 
 | branch              | query tiles of a work item                        | rows of a query tile |
 |---------------------|---------------------------------------------------|----------------------|
@@ -201,8 +201,8 @@ class Dkv(AttentionSizes):
 
     @cached_property
     def merged_slabs(self) -> int:
-        """The number of slabs of columns that the computed gradients have. A CTA of `merge` has
-        one slab.
+        """The number of slabs of columns that the computed gradients have. A CTA of the kernel
+        `merge` has one slab.
         """
         return sum(self.widths.values()) // self.query_tile.slab
 

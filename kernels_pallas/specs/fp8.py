@@ -5,11 +5,11 @@
 | `fp8_sums`  | sum and largest absolute value of each column in each chunk of tokens |
 | `fp8_round` | K8 = (K - mean) / key_scale, V8 = V / value_scale                     |
 
-The mean of the keys of a row, by head and column, cancels in the softmax. Scales are powers of
+For each head and column, the mean of the keys of a row cancels in the softmax. Scales are powers of
 two, one per head and column. The kernels multiply the query by the scale of keys, and the
 output by the scale of values.
 
-Numbers are stored as pairs in int16. Keys are stored by token, and values by column. Q K^T sums
+Numbers are stored as pairs in int16. K8 is stored by token, and V8 is stored by column. Q K^T sums
 over the columns of keys, and P V sums over the keys in a column of values. The axes over which the
 two products sum are permuted in groups of 16. The permutation in groups of 16 makes the result of a
 product a left operand without a shuffle (`mosaic/fp8.py`). Number 8 j + 2 t + e of a group is

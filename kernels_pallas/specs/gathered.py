@@ -11,8 +11,8 @@ Forward has two kernels (`partials`, `merge`), and dq has two kernels (`partial_
 | `partials` | one result per token, key/value head and far block                          |
 | `merge`    | one result per token, from the loop's result and the partials of far blocks |
 
-`merge` adds the partials of a token in a fixed order. To limit the memory of partials, the kernels
-process the tokens in segments, one after the other. Bodies: `mosaic/gathered.py`.
+The kernel `merge` adds the partials of a token in a fixed order. To limit the memory of partials,
+the kernels process the tokens in segments, one after the other. Bodies: `mosaic/gathered.py`.
 """
 
 import dataclasses
@@ -210,20 +210,20 @@ def merge(spec: GatheredAttention) -> Kernel:
     gathered tiles O = sum_j 2^(lse_j - lse) O_j, where j stands for the loop over near blocks or
     for a far block. In other tiles O is the output of the loop.
 
-    Without `gated` the gate is 1; without `added` nothing is added.
+    If `gated` is false, the gate is 1. If `added` is false, nothing is added.
 
     Inputs:
       partials, partial_lse: The outputs of `partials`.
-      items: As in the kernel `partials`, an input only if `stays`. A row without work items is
-        skipped.
+      items: As in the kernel `partials`, an input only if `stays` is true. A row without work items
+        is skipped.
       block_counts: int32 `[B * Hkv * tiles of T, 6]`, as in `selected.forward`.
       indices: int32 `[B, T, Hkv, n]`, the selected blocks.
       position: int32 `[B, T]`, the position of each token among the keys, in units of `parts`
         tokens.
-      gate: float32 `[B, T, H]`, if `gated`.
-      segment: as in `partials`.
+      gate: float32 `[B, T, H]`, if `gated` is true.
+      segment: as in the kernel `partials`.
       looped: `[B, segment_tokens, H, Dv]`, the output of the loop.
-      added: `[B, segment_tokens, H, Dv]`, if `added`.
+      added: `[B, segment_tokens, H, Dv]`, if `added` is true.
       looped_lse: float32 `[B, segment_tokens, H]`, the natural log-sum-exp of the loop.
 
     Outputs, in place of the last two inputs:
@@ -260,7 +260,7 @@ def merge_dq(spec: GatheredAttention) -> Kernel:
 
     Inputs:
       partials: The output of `partial_dq`.
-      items, block_counts, indices, position, segment: as in `merge`.
+      items, block_counts, indices, position, segment: as in the kernel `merge`.
       looped: `[B, segment_tokens, H, D]`, dQ of the loop, which includes the array to which dQ
         is added.
 

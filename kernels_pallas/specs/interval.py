@@ -205,7 +205,7 @@ def forward(spec: IntervalAttention) -> Kernel:
     """Describe the kernel that computes O = added + gate * softmax(scale Q K^T) V over the keys
     to which each query attends.
 
-    Without `gated` the gate is 1; without `added` nothing is added.
+    If `gated` is false, the gate is 1. If `added` is false, nothing is added.
 
     Inputs:
       query: `[B, T, H, D]`.
@@ -213,12 +213,12 @@ def forward(spec: IntervalAttention) -> Kernel:
       value: `[B, S, Hkv, Dv]`.
       first_key: int32 `[B * tiles, 64]`, the first key of each row of a tile.
       key_end: int32 `[B * tiles, 64]`, the end of the keys of each row of a tile.
-      gate: float32 `[B, T, H]`, if `gated`.
-      added: `[B, T, H, Dv]`, if `added`.
-      key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) without `added`.
+      gate: float32 `[B, T, H]`, if `gated` is true.
+      added: `[B, T, H, Dv]`, if `added` is true.
+      key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) if `added` is false.
 
     Outputs:
-      out: `[B, T, H, Dv]`, plus `added`. Rows without keys add 0.
+      out: `[B, T, H, Dv]`, which includes the array `added`. Rows without keys add 0.
       lse: float32 `[B, T, H]`, the natural log-sum-exp without the gate, -inf if a row has no
         keys.
     """
@@ -240,11 +240,11 @@ def dq(spec: IntervalAttention) -> Kernel:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32, the output of `bwd_preprocess` in tiles of `spec.tile.tokens` tokens, 64
         rows.
-      added: `[B, T, H, D]`, if `added`. With `before`, the last input is the array `before`, to
-        which dq is written, instead of `added`.
+      added: `[B, T, H, D]`, if `added` is true. With `before`, the last input is the array
+        `before`, to which dq is written, instead of `added`.
 
     Output:
-      dq: `[B, T, H, D]`, plus `added`.
+      dq: `[B, T, H, D]`, which includes the array `added`.
     """
     inputs = spec._inputs | spec._second_inputs
     return attention.dq("interval", spec, inputs, spec.before)

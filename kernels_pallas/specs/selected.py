@@ -203,7 +203,7 @@ def forward(spec: SelectedAttention) -> Kernel:
     """Describe the kernel that computes O = added + gate * softmax(scale Q K^T) V over the selected
     blocks of each token.
 
-    Without `gated` the gate is 1; without `added` nothing is added.
+    If `gated` is false, the gate is 1. If `added` is false, nothing is added.
 
     Inputs:
       query: `[B, T, H, D]`.
@@ -220,9 +220,9 @@ def forward(spec: SelectedAttention) -> Kernel:
       block_counts: int32 `[B * Hkv * tiles, 6]`, `BlockCounts`. A block needs no mask by key if
         every token that selected the block attends to all keys of the block.
       key_end: int32 `[B * tiles, 64]`, the last key to which each row may attend, + 1.
-      gate: float32 `[B, T, H]`, if `gated`.
-      added: `[B, T, H, Dv]`, if `added`.
-      key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) without `added`.
+      gate: float32 `[B, T, H]`, if `gated` is true.
+      added: `[B, T, H, Dv]`, if `added` is true.
+      key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) if `added` is false.
       gate_0: If `summed`, float32 `[B, T, H]`, the gate of the compressed branch.
       gate_1: If `summed`, float32 `[B, T, H]`, the gate of the selected branch.
       gate_2: If `summed`, float32 `[B, T, H]`, the gate of the sliding branch.
@@ -230,10 +230,10 @@ def forward(spec: SelectedAttention) -> Kernel:
       out_2: If `summed`, `[B, T, H, Dv]`, the output of the sliding branch.
 
     Outputs:
-      out: `[B, T, H, Dv]`, plus `added`. Rows without keys add 0.
+      out: `[B, T, H, Dv]`, which includes the array `added`. Rows without keys add 0.
       lse: float32 `[B, T, H]`, the natural log-sum-exp without the gate, -inf for rows without
       keys. In gathered tiles, out and lse cover only the near blocks.
-      total: `[B, T, H, Dv]`, `combine.gated_sum` of the three outputs; if `summed`.
+      total: If `summed` is true, `[B, T, H, Dv]`, the `combine.gated_sum` of the three outputs.
     """
     if not spec.summed:
         return attention.forward("selected", spec, spec._inputs)
@@ -255,10 +255,10 @@ def dq(spec: SelectedAttention) -> Kernel:
       row_stats: float32 `[B, Hkv, dkv's query tiles, rows, 4]`, the output of `bwd_preprocess`
         for `dkv`. The query tiles of `dkv` (`stats_tile`) may differ from the tiles of this
         kernel.
-      added: `[B, T, H, D]`, if `added`.
+      added: `[B, T, H, D]`, if `added` is true.
 
     Output:
-      dq: `[B, T, H, D]`, plus `added`. Rows without keys add 0. Gathered tiles add only the
-        gradients of their near blocks.
+      dq: `[B, T, H, D]`, which includes the array `added`. Rows without keys add 0. Gathered tiles
+        add only the gradients of their near blocks.
     """
     return attention.dq("selected", spec, spec._inputs)

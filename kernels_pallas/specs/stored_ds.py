@@ -77,7 +77,7 @@ def dq(spec: StoredDsQuery) -> Kernel:
     """Describe the kernel that computes dQ = added + scale dS K for the rows of a chunk.
 
     Rows outside the chunk are not written. If the kernel runs in place, rows outside the chunk keep
-    the values of `added`.
+    the contents of the array `added`.
 
     Inputs:
       key: `[B, S, Hkv, D]`.
@@ -86,7 +86,7 @@ def dq(spec: StoredDsQuery) -> Kernel:
         if `packed`, key_start, int32 `[B, T]`, are also those of `tile_block_lists`.
       ds_chunk: int32 `[64]`, with the first row and the first partial of the chunk.
       ds: The array ds of the rows in the chunk.
-      added: `[B, T, H, D]`, if `added`.
+      added: `[B, T, H, D]`, if `added` is true.
 
     Output:
       dq: `[B, T, H, D]`.

@@ -419,8 +419,8 @@ def dkv_work_items(
     gap: int = 0,
 ) -> WorkItems:
     """Return the work items of the selected branch in `dkv`. `most` is the maximum number of
-    entries of a work item. `items` is as in `entries_of_item`, and `first_query` and `gap` are as
-    in `WorkItems`.
+    entries of a work item. `items` is the same as in `entries_of_item`. `first_query` and `gap` are
+    the same as in the class `WorkItems`.
     """
     longest = min(entries_of_item(lists.entries, items), most)
     return WorkItems(lists, MIN_SEGMENT, longest, True, first_query, gap)

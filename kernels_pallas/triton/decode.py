@@ -70,7 +70,7 @@ def _scales(scale, place, head, mask, c, PER_PAGE):
 
 @triton.jit
 def _logits(rows, arrays, place, head, mask, scale, c, PER_PAGE, FP8_KEYS):
-    """Return the base-2 logits and the values of the entries at `place`.
+    """Return the base-2 logits and the value vectors of the entries at `place`.
 
     Keys and values may have scales.
 
@@ -289,8 +289,8 @@ def _gate(gates, row, mask, BRANCH):
 
 @triton.jit
 def _add_splits(added, gate, maxima, outputs, at, here, lse, begin, end, c):
-    """Add to `added` every `PARTS`-th of the splits `begin .. end - 1`, gated and
-    normalised.
+    """Add every `PARTS`-th of the splits `begin .. end - 1`, gated and normalised, to the sum
+    `added`.
     """
     for split in range(begin, end, c.PARTS):
         theirs = tl.load(maxima + at + split, mask=here, other=float("-inf"))
@@ -310,7 +310,7 @@ def finish(
     PARTS.
 
     Args:
-      query .. lengths: As in `partials`, with the pages of the selected branch.
+      query .. lengths: As in the kernel `partials`, with the pages of the selected branch.
       gates: `[B * QUERIES, H, 3]`, of the compressed, the selected and the sliding branch.
       logits .. counters: Outputs of `partials`. A counter has the number of parts that have
       finished.

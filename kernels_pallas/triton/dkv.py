@@ -7,8 +7,8 @@ The kernels are key-stationary, and their products are transposed (keys x querie
 
 A program has one tile of keys, and a segment of the query rows that attend to the tile. The segment
 is an interval of tokens (`of_intervals`), or a part of the list of the tokens that selected the
-block (`of_blocks`). If there are several segments, their sums are float32 partials, and `merge`
-adds the partials in order. The products already sum over the heads of a group.
+block (`of_blocks`). If there are several segments, their sums are float32 partials, and the kernel
+`merge` adds the partials in order. The products already sum over the heads of a group.
 
 The sums of dk and dv have one term per query, and grow with the number of queries. In float32 the
 sums are compensated. Without compensation, one multiply-add per query row would round a large sum

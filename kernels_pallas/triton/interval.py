@@ -107,7 +107,7 @@ def dq(
     T, S, scale, scale_dq,
     out, c: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq. Programs and arguments are the same as in `forward`.
+    """Compute dq. Programs and arguments are the same as in the kernel `forward`.
 
     Args:
       do: `[B, T, H, VALUE_WIDTH]`, the gradient of the gated output.

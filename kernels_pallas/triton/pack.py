@@ -151,7 +151,7 @@ def add_ranges(
     """Add the rows of every range to its tokens with atomics. Atomics are fast, but the order of
     sums is not fixed.
 
-    Grid and ranges as in `gather_ranges`.
+    The grid and the ranges are the same as in `gather_ranges`.
 
     Args:
       total: float32 `[batch, tokens, heads, WIDTH]`, contiguous.

@@ -9,14 +9,14 @@
 | `partials` | attends to `SPLIT` keys of listed blocks, for one query and key/value head    |
 | `merge`    | adds the parts of one query and key/value head                                |
 
-The lists of `best` are in the order of the blocks. Among equal scores, the blocks with the lowest
-indices are selected. `digits` and `chosen` divide few long lists into parts, since few programs of
-`best` would leave most of a GPU idle. `digits` counts how often the bits have each value in each
-part.
+The lists that the kernel `best` writes are in the order of the blocks. Among equal scores, the
+blocks with the lowest indices are selected. The kernels `digits` and `chosen` divide few long lists
+into parts, since few programs of `best` would leave most of a GPU idle. For each part, the kernel
+`digits` counts how often the bits have each value.
 
 A split has a fixed number of keys, so the order of sums does not depend on the batch. The kernel
-`scores` is bandwidth bound. `scores` reads each key of a row once from memory, since the queries
-of the row read the key at about the same time. The other kernels are bound by latency.
+`scores` is bandwidth bound. The kernel `scores` reads each key of a row once from memory, since the
+queries of the row read the key at about the same time. The other kernels are bound by latency.
 """
 
 import triton
@@ -238,7 +238,7 @@ def digits(
     """Programs: tokens * LISTS * PARTS.
 
     Args:
-      scores: Output of `scores`, `[tokens, LISTS, blocks]`; counts, known: `out` and
+      scores: Output of the kernel `scores`, `[tokens, LISTS, blocks]`; counts, known: `out` and
         `now_known` of the previous launch, if any, whose bits are the `BITS_BEFORE` higher
         bits. Other arguments are as in the kernel `scores`.
       out: int32 `[tokens * LISTS, PARTS, 2**BITS]`: For each value of the bits from `SHIFT` on, the
@@ -279,8 +279,8 @@ def chosen(
 ):  # fmt: skip
     """Programs: tokens * LISTS * PARTS.
 
-    The arguments are those of `best` and those of the last launch of `digits`, whose `BITS` are the
-    lowest bits.
+    The arguments are those of the kernel `best`, and those of the last launch of the kernel
+    `digits`, whose `BITS` are the lowest bits.
     """
     places = lengths, rows, positions, queries, most
     item, part, block, order = _part(scores, blocks, places, c)

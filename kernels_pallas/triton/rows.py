@@ -118,8 +118,8 @@ def softmax_step(logits, values, state, c):
 
 @triton.jit
 def store_attention(out, lse, gate, added, row, mask, state, c):
-    """Store the output, which is gate * acc / l plus `added`, and lse = ln 2 * (m + log2 l).
-    `state` is the result of `softmax_step`.
+    """Store the output, which is gate * acc / l plus the array `added`, and lse = ln 2 * (m + log2
+    l). `state` is the result of `softmax_step`.
     """
     most, total, acc = state
     empty = total == 0.0
@@ -192,7 +192,7 @@ def add(state, products, seen, tile, c, BACK):
 
 @triton.jit
 def store_dq(out, added, row, mask, acc, scale, c):
-    """Store dq, which is scale * acc plus `added`."""
+    """Store dq, which is scale * acc plus the array `added`."""
     acc *= scale
     if c.ADDED:
         acc += load_rows(added, row, mask, c.WIDTH).to(tl.float32)

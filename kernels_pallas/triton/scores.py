@@ -50,8 +50,8 @@ def pack_scores(score, block, own, c):
 
 @triton.jit
 def unpacked(best, least, c):
-    """Return the blocks of the candidates `best` that are at least `least`, ascending, followed
-    by -1.
+    """Return the blocks of those candidates in `best` that are at least `least`, in ascending
+    order, followed by -1.
     """
     rank = tl.arange(0, c.BEST)
     found = -(best & HIGHEST).to(tl.int32) + HIGHEST

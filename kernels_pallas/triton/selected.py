@@ -2,9 +2,9 @@
 
 The kernels are query-stationary. A tile has the `GROUP` heads of `TOKENS` adjacent tokens. If a
 group fills a tile (`TOKENS` = 1), the program loops over the token's blocks. If a tile has
-several tokens, the program loops over the tile's block list, and masks rows of tokens that did
-not select a block. The kernels are bound by L2, since each tile reads the keys and values of its
-blocks.
+several tokens, the program loops over the tile's block list, and masks the rows of tokens that did
+not select the current block. The kernels are bound by L2, since each tile reads the keys and values
+of its blocks.
 
     S = scale Q K^T    P = exp(S - lse)    dS = P * (g dP - g delta)    dq = scale dS K
 """
@@ -195,8 +195,9 @@ def dq(
     T, S, scale, scale_dq,
     out, c: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq. Programs are the same as in `forward`. do, lse, delta, gate, dlse, added and
-    out are the same as in `interval.dq`."""
+    """Compute dq. Programs are the same as in the kernel `forward`. do, lse, delta, gate, dlse,
+    added and out are the same as in `interval.dq`.
+    """
     tile, batch, head, item, row, there, end = _tile(position, key_start, T, c)
     rows = rows_back(query, do, lse, delta, gate, dlse, row, end > 0, c)
     of_tile = tile, batch, head, item, there, end

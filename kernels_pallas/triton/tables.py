@@ -138,7 +138,7 @@ def sequences(
     Args:
       cu_seqlens: `[given]`.
       sections: `[.., INTS]`, one row for each of the other programs.
-      out, T, offset, half, gap, S, count, pitch, f: As in `tables`.
+      out, T, offset, half, gap, S, count, pitch, f: As in the kernel `tables`.
     """
     i = tl.arange(0, c.ROOM)
     inside = i < count

@@ -108,8 +108,8 @@ class Residuals(NamedTuple):
 
 
 def bounds_of(name: str, key, config: NSAConfig) -> Bounds:
-    """Return the bounds of the keys to which queries attend in the branch `name`, `compressed` or
-    `sliding`.
+    """Return the bounds of the keys to which queries attend in the branch `name`, which is
+    `compressed` or `sliding`.
     """
     return VisibleCompressed(config) if name == "compressed" else Window(config, key.shape[1])
 
@@ -240,7 +240,7 @@ def forward_with_residuals(
     params: Params,
     num_blocks: int,
 ) -> tuple[Any, Residuals]:
-    """Compute `(out, residuals)`. The arguments are the same as in `forward`."""
+    """Compute `(out, residuals)`. The arguments are the same as in the function `forward`."""
     params.config.check_differentiable()
     query, key, value, gates = inputs
     query, *gates = padding_zeroed(ops, params.layout, query, *gates)

@@ -12,8 +12,9 @@ from nsa_core.config import NSAConfig
 def kernels_of(
     heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
 ) -> list[Kernel]:
-    """Return the kernels of `append` for a layer that compresses by means. The kernels serve any
-    batch, pool of pages and page table."""
+    """Return the kernels that append tokens, for a layer that compresses by means. The kernels
+    serve any batch, pool of pages and page table.
+    """
     found = []
     for ragged, separate in itertools.product((False, True), repeat=2):
         flags = {"ragged": ragged, "separate": separate, "means": True}

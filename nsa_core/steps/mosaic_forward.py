@@ -120,7 +120,7 @@ def selected(
       block_lists: The result of `tile_block_lists`, if it exists.
       pages: The positions of each row's blocks, if keys and values are stored in pages `[1, S,
         Hkv, .]`.
-      rounded: as in `interval`. `rounded` cannot be combined with `pages`.
+      rounded: as in the step `interval`. `rounded` cannot be combined with `pages`.
     """
     rounded = _rounded(ops, qkv, params, rounded)
     spec = _forward_spec(qkv, block_indices, params, pages, rounded)
@@ -333,7 +333,7 @@ def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, 
 
 def sizes_of(qkv: Qkv, scale: float | None, rounded=None) -> dict[str, Any]:
     """Return the fields that the specs of all attention kernels have. `rounded` is the same as in
-    `interval`.
+    the step `interval`.
     """
     query, key, value = qkv
     batch, length, heads, width = query.shape

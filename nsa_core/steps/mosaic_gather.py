@@ -119,7 +119,7 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
     Args:
       do: the output's gradient `[B, T, H, Dv]`.
       row_stats: The row statistics of `spec`'s kernel.
-      spec, arrays, selection: as in `attention`.
+      spec, arrays, selection: as in the function `attention`.
     """
     block_indices, counts, layout = selection = _in_parts(ops, spec, *selection)
     lists, segments = _segments(ops, spec, spec.D, *selection)

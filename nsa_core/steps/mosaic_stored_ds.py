@@ -8,7 +8,8 @@ From the entries of a block, `dkv` computes dS of some rows of `[B, Hkv]`, and p
 dv. The kernel `merge` adds the partials. From the block list of a tile and dS, `stored_ds_dq`
 computes dq of the same rows, and adds dq in place.
 
-dS of all rows needs several times the memory of an output, so rows are processed in chunks.
+dS of all rows of `[B, Hkv]` needs several times the memory of an output, so these rows are
+processed in chunks.
 """
 
 import dataclasses
@@ -83,7 +84,7 @@ def gradients(
     written to the memory of `added`.
 
     Args:
-      base: as in `serves`.
+      base: as in the function `serves`.
       arrays: query, key and value.
       stats: The result of `row_stats` for `base`.
       block_lists: The block lists of the tiles of the forward pass, or None.
@@ -236,7 +237,7 @@ def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:
 
 
 def _merged_in_place(ops, spec: Dkv, partials, arrays, layout, key, before) -> dict[str, Any]:
-    """Return dk and dv like `_merged`, but merge the partial sums of only the rows in a chunk.
+    """Return dk and dv like `_merged`, but merge only the partial sums of the rows in a chunk.
 
     All other rows of dk and dv have the values of `before`.
 
