@@ -145,9 +145,9 @@ def blocks_of(
     device: str,
     overlap: float = 0.0,
 ) -> Tensor:
-    """Return int64 `[batch, kv_heads, length, chosen]`: the query's own block, and random earlier
-    blocks. With `overlap`, each random block is drawn again only with probability `1 - overlap`. A
-    block that is not drawn again is the block of the previous query.
+    """Return the blocks of each query, int64 `[batch, kv_heads, length, chosen]`: the query's own
+    block, and random earlier blocks. With `overlap`, each random block is drawn again only with
+    probability `1 - overlap`. A block that is not drawn again is the block of the previous query.
     """
     draw = torch.Generator(device).manual_seed(0)
     if overlap:

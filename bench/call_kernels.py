@@ -8,8 +8,8 @@ runs between two CUDA events. The GPU is kept busy until the host has queued all
 medians over `--rounds` in milliseconds. The caches are not flushed, so that L2 contains data of the
 previous kernel. A column is a branch in one pass. The column `rest` has the kernels of no branch,
 such as merges and lists. The column `whole` has the time of the whole call, including torch's
-operators between kernels. A Hopper GPU is needed. The shapes are those of `bench.against` that run
-in eager torch.
+operators between kernels. A Hopper GPU is needed. The shapes are the shapes of `bench.against` that
+run in eager torch.
 
 The lines of `--out` have the format of `bench/records/<device>/kernel_log/variants.jsonl`.
 """

@@ -26,7 +26,7 @@ Each shape and pass has these times per call in ms. All times are medians of the
 `graphs_a_call` is the number of the library's own graphs that a call launches.
 
 `--launch` measures one launch in us instead of calls. Launches are measured in torch in both forms,
-and in a compiled program of JAX. A small kernel runs 8 or 72 times in a series, each time on the
+and in JAX in a compiled program. A small kernel runs 8 or 72 times in a series, each time on the
 output of the previous launch. The time of a launch is the difference between the series of 72 and
 of 8 launches, divided by 64. The difference excludes the constant part of a call. The lines have
 the format of `bench/records/<device>/kernel_log/variants.jsonl`.

@@ -72,8 +72,9 @@ TEMPLATE = _Template()
 
 
 def cell(template: str, line: Line) -> str:
-    """Return the text of a template for a line. If the template shows a time and the line failed,
-    return the status. If the path was refused or a field has no value, return `-`.
+    """Fill a template with the values of a line, and return the text. If the template shows a time
+    and the line failed, return the status. If the path was refused or a field has no value, return
+    `-`.
     """
     if line.get("status", "ok") != "ok" and "ms:" in template:
         return MISSING if line["status"] == REFUSED else line["status"]

@@ -53,7 +53,7 @@ def hourly_limit(task: dict) -> float | None:
 
 
 def estimate(task: dict) -> str:
-    """Return the line about the cost that is printed before a run."""
+    """Return the line that is printed before a run and states the cost."""
     hourly = hourly_limit(task)
     if hourly is None:
         return "no maximum cost is known, since the task runs on your cluster"
@@ -68,7 +68,7 @@ def estimate(task: dict) -> str:
 
 
 def used(hourly: float, seconds: float) -> str:
-    """Return the line about the cost that is printed after a run."""
+    """Return the line that is printed after a run and states the cost."""
     return (
         f"the run took {seconds:.0f} s and costs at most ${dollars(hourly, seconds / 60):.2f} at "
         f"${hourly:.2f} per hour"

@@ -5,7 +5,7 @@ machine.
     python cloud/launch.py cloud/sky/l40s.yaml --infra runpod
 
 SkyPilot shows the price and asks, unless --yes is given. `sky down` always runs at the end, on
-every cloud, also after a failure, Ctrl-C or SIGTERM. The first printed line has the maximum cost,
+every cloud, even after a failure, Ctrl-C or SIGTERM. The first printed line has the maximum cost,
 and a warning if nothing would end the machine after this program was killed.
 """
 

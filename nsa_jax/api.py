@@ -64,8 +64,8 @@ def attention(
       query: `[B, T, H, D]`, floating point.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, or `Branches` of them.
       gates: `Branches` of `[B, T, H]`, or one array `[B, T, H, 3]` in the branches' order.
-      config: block sizes, strides and number of selected blocks; the defaults are those of the
-        paper. `config.compute_dtype` is for inference only.
+      config: block sizes, strides and number of selected blocks; the defaults come from the paper.
+        `config.compute_dtype` is for inference only.
       compressed: the pair `(k_cmp, v_cmp)` of compressed keys `[B, C, Hkv, D]` and values `[B, C,
         Hkv, Dv]`; `compressed=None` means that each compressed token is the mean of its window.
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None means that

@@ -44,8 +44,8 @@ def block_attention(
 
     Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
     sequence. A query attends to the tokens of its listed blocks at or before its own position.
-    The queries are the last `T` of the `S` tokens. Query, key and value receive gradients, both
-    through the output and through the log-sum-exp. On `mosaic` and `triton` the gradients are
+    The queries are the last `T` of the `S` tokens. Query, key and value receive gradients through
+    the output and through the log-sum-exp. On `mosaic` and `triton` the gradients are
     deterministic, since sums have a fixed order. Arguments that also exist in
     `jax.nn.dot_product_attention` have the same names.
 

@@ -140,10 +140,10 @@ def cached_attention(
 ):
     """Append `T >= 1` tokens to a cache and compute their attention. Return `(out, new cache)`.
 
-    The output of a token equals that of `attention` over all tokens so far. Tokens may be
-    appended all at once, in chunks of any size, or one at a time. The given cache is unchanged.
-    XLA copies the cache unless you donate it (`jax.jit(.., donate_argnames="cache")`). A donated
-    cache is invalid afterwards.
+    The output of a token equals the output that `attention` over all tokens so far computes for
+    this token. Tokens may be appended all at once, in chunks of any size, or one at a time. The
+    given cache is unchanged. XLA copies the cache unless you donate it (`jax.jit(..,
+    donate_argnames="cache")`). A donated cache is invalid afterwards.
 
     Args:
       query, key, value, gates: the new tokens, as in `attention`, with `S = T`.

@@ -55,7 +55,8 @@ def _differentiable(forward, forward_with_residuals, backward, arrays, integers,
 
 
 class _Lengths:
-    """`kv_len` and `segment_ids` as arrays `[B, ...]`, so that they can be mapped over.
+    """`kv_len` and `segment_ids` as arrays `[B, ...]`, so that `jax.vmap` can map over these
+    arrays.
 
     Args:
       ops: The `ArrayOps` of kernels that read tables of packed rows (`nsa_core.varlen`), or None

@@ -186,9 +186,9 @@ class Mark(nnx.Variable):
 
 class Kind(nnx.Module):
     """Records the kind of a layer in the names of its state, such as `gate_sigmoid` and
-    `phi_avg`. Names can be compared without reading a value from a device, also under `jit`. The
-    state of another kind of layer has another structure. `nnx.update` and Orbax refuse a state
-    with another structure, but `nnx.merge` does not compare names.
+    `phi_avg`. Names can be compared without reading a value from a device, even under `jit`. The
+    state of another kind of layer has another structure. `nnx.update` and Orbax refuse a state with
+    another structure, but `nnx.merge` does not compare names.
     """
 
     def __init__(self, spec: LayerSpec):

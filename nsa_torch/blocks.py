@@ -39,9 +39,9 @@ def block_attention(
 
     Block `j` contains the tokens `range(j * block_size, (j + 1) * block_size)` of the query's
     sequence. A query attends to the tokens of its listed blocks at or before its own position. The
-    queries are the last `T` of the `S` tokens. Query, key and value receive gradients, both through
-    the output and through the log-sum-exp. On `mosaic` and `triton` the gradients are
-    deterministic, since sums have a fixed order.
+    queries are the last `T` of the `S` tokens. Query, key and value receive gradients through the
+    output and through the log-sum-exp. On `mosaic` and `triton` the gradients are deterministic,
+    since sums have a fixed order.
 
     Args:
       query: `[B, T, H, D]`, floating point.
@@ -162,8 +162,8 @@ def paged_block_attention(
       key_pages, value_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`; a page may have any number
         of tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens per row including those of the queries. A row of length 0 is
-        unused.
+      lengths: int32 `[B]`, tokens per row, including the tokens of the queries. A row of length 0
+        is unused.
       block_indices: int32 `[N, G, n]`, as in `block_attention`.
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the number of
         queries of all rows. `cu_seqlens_q=None` means that all rows have the same number of

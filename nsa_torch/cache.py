@@ -174,12 +174,12 @@ def cached_attention(
 ) -> tuple[Tensor, NSACache]:
     """Append `T >= 1` tokens to the given cache and attend from them. Return `(out, cache)`.
 
-    The output of a token equals that of `attention` over all tokens so far. Tokens may be
-    appended all at once, in chunks of any size, or one at a time. The call returns the given
-    cache, with or without gradients. To keep the state before the call, call `cache.clone()`
-    first. If gradients are recorded, each call copies the tensors of the cache, and the autograd
-    graph retains them. Run steps without gradients under `torch.no_grad()`. A function that
-    `torch.utils.checkpoint` runs again must append to its own clone.
+    The output of a token equals the output that `attention` over all tokens so far computes for
+    this token. Tokens may be appended all at once, in chunks of any size, or one at a time. The
+    call returns the given cache, with or without gradients. To keep the state before the call, call
+    `cache.clone()` first. If gradients are recorded, each call copies the tensors of the cache, and
+    the autograd graph retains them. Run steps without gradients under `torch.no_grad()`. A function
+    that `torch.utils.checkpoint` runs again must append to its own clone.
 
     Args:
       query, key, value, gates: the new tokens, as in `attention`, with `S = T`.

@@ -29,12 +29,12 @@ boundaries on every device. On a GPU and under torch.compile, invalid boundaries
 Kernels need tables that are derived from the boundaries. Each call computes the tables again,
 unless `varlen_metadata` has made metadata for the batch. The metadata stores the tables.
 
-All functions are differentiable with respect to floating-point tensors, also through the
-log-sum-exp. Only `fa2` raises an error for a gradient through the log-sum-exp. No gradient flows
-through the block indices. Only `reference` has second derivatives. With other implementations, a
-backward pass that autograd records (`create_graph=True`) raises an error. Invalid input raises
-`ValueError`. The error message names the argument, the rule and the value. A call that a named
-implementation does not support raises `NotImplementedError`.
+All functions are differentiable with respect to floating-point tensors, through the outputs and
+through the log-sum-exp. Only `fa2` raises an error for a gradient through the log-sum-exp. No
+gradient flows through the block indices. Only `reference` has second derivatives. With other
+implementations, a backward pass that autograd records (`create_graph=True`) raises an error.
+Invalid input raises `ValueError`. The error message names the argument, the rule and the value. A
+call that a named implementation does not support raises `NotImplementedError`.
 """
 
 from typing import Any, Literal

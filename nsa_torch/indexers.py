@@ -47,7 +47,7 @@ def index_blocks(
         z[t, h, j] = max of s over the `pool` keys of block j           (reduce: of sum_h s)
 
     The scores are computed in float32. A list contains the first `num_initial` blocks, the last
-    `num_local` blocks up to the query's own, and the blocks with the highest z. If scores are
+    `num_local` blocks up to the query's own block, and the blocks with the highest z. If scores are
     equal, the block with the lower index is chosen. No array of size queries times keys is
     allocated. The implementation `torch` processes chunks of queries.
 
@@ -141,8 +141,8 @@ def paged_index_blocks(
       index_query: `[N, Hi, Di]`, the queries of all rows, one row after the other.
       index_key_pages: `[P, page, Di]`, one key head; a page has `page * entry` tokens.
       page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
-      lengths: int32 `[B]`, tokens per row including those of the queries. A row of length 0 is
-        unused.
+      lengths: int32 `[B]`, tokens per row, including the tokens of the queries. A row of length 0
+        is unused.
       pool, num_selected, num_initial, num_local, activation, reduce, entry: see `index_blocks`.
       cu_seqlens_q: int32 `[B + 1]`, the index of each row's first query, then the number of
         queries of all rows. `cu_seqlens_q=None` means that all rows have the same number of

@@ -1,4 +1,4 @@
-"""The convolution of projected keys (`key_taps` of `LayerSpec`), for whole rows and for rows
+"""The convolution of projected keys (`key_taps` of `LayerSpec`), for whole sequences and for tokens
 that continue a cache.
 """
 

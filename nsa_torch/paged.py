@@ -108,8 +108,8 @@ class PagedCache(PagedArrays):
         max_rows: int = MAX_ROWS,
     ) -> Self:
         """Make a cache on pages that a serving engine owns, without copying the pages. Other pages,
-        such as those of other layers, may be between the given pages. For example, pages of keys
-        and values alternate in `[P, 2, l', Hkv, D]`. If all given arrays have the same stride
+        such as the pages of other layers, may be between the given pages. For example, pages of
+        keys and values alternate in `[P, 2, l', Hkv, D]`. If all given arrays have the same stride
         between pages, kernels read the arrays in place. With a common stride, the tensors of the
         cache include the pages in between, and tensors that this method allocates have the same
         number of pages.

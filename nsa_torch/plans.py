@@ -54,7 +54,7 @@ NOTHING = Kept()
 
 
 class Bundle(NamedTuple):
-    """Small tensors that are saved for the backward pass, in one allocation. Making, saving or
+    """Small tensors in one allocation, which are saved for the backward pass. Making, saving or
     reading a separate tensor would cost the host half the time of a launch.
 
     Attributes:

@@ -1,8 +1,8 @@
 """Compiles and loads all Mosaic kernels of a layer in parallel, before its first call.
 
-A kernel serves every sequence length, so that the prepared kernels of a layer remain valid, also on
-disk (`kernels_pallas.runtime.store`). In this module, a layer is a combination of heads, widths,
-dtype and `NSAConfig`.
+A kernel serves every sequence length, so that the prepared kernels of a layer stay valid in memory
+and on disk (`kernels_pallas.runtime.store`). In this module, a layer is a combination of heads,
+widths, dtype and `NSAConfig`.
 """
 
 from collections.abc import Iterable

@@ -198,7 +198,7 @@ def least(wins: Sequence[tuple[int, bool]]) -> int | None:
 
 
 def speed_up(slow: Record, fast: Record) -> float | None:
-    """Return the speed-up, or None unless both rows are valid."""
+    """Return the speed-up, or None if one of the two rows is not valid."""
     if slow.times_ms is None or fast.times_ms is None:
         return None
     return slow.times_ms[0] / fast.times_ms[0]

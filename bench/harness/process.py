@@ -139,7 +139,7 @@ def run(
       budget: Whether `timeout_s` is the remaining time of the whole run. If `budget` is true, the
         reason for a timeout names the time limit of the run.
       before: The words of a command that starts this command, such as a launcher.
-      variables: Environment variables in addition to those of this process.
+      variables: Environment variables in addition to the variables of this process.
     """
     command = [*before, sys.executable, "-u", "-m", module(words[0]), *words[1:]]
     log = folder / f"{name}.log"

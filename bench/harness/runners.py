@@ -29,7 +29,7 @@ NOT_DIFFERENTIABLE = ("block_indices",)
 
 
 def forward(api, branch: str, config, implementation, arguments) -> Values:
-    """Compute a branch with the public functions of `api`, which have the same names in both
+    """Compute a branch with the public functions of `api`, whose names are the same in both
     frameworks.
     """
     how = {"config": config, "implementation": implementation}

@@ -1,9 +1,10 @@
 """Judges attention to a long sequence by a few rows of the output, one row per token, for
 `bench.scale --check rows`.
 
-The gradient of the output is zero except in the judged rows. All gradients, also of the keys and
-values of other rows, follow only from the judged rows. A float32 oracle computes the gradients row
-by row. The selected blocks are given, since the choice of another block is not an arithmetic error.
+The gradient of the output is zero except in the judged rows. All gradients, including the gradients
+of the keys and values of other rows, follow only from the judged rows. A float32 oracle computes
+the gradients row by row. The selected blocks are given, since the choice of another block is not an
+arithmetic error.
 """
 
 import itertools

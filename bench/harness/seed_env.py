@@ -103,7 +103,7 @@ def apply(
     Args:
       values: The parsed flags of `bench.<command>`.
       command: Name of the command.
-      environ: The variables, by default those of this process.
+      environ: The environment variables, by default the variables of this process.
 
     Yields:
       One line per variable.

@@ -57,7 +57,7 @@ class Matrix:
       H: Query heads.
       D: Width of queries and keys.
       Dv: Width of values.
-      L: Selected keys per query, by the layout of their blocks (`SPANS`).
+      L: Numbers of selected keys per query, keyed by the layout of the blocks (`SPANS`).
       l_sel: Sizes of a selection block in tokens. A row uses the first size that divides `L` and
         gives at least one block per run, or the smallest size if no size does.
       streams: Numbers of concurrent calls.

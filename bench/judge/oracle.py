@@ -61,7 +61,7 @@ class Slabs(NamedTuple):
           row_elements: Logits of one query position, `B * H * S`.
           backward: Whether gradients are computed, which needs smaller slabs.
           offset: `S - T`.
-          most_rows: Maximum number of rows, also for a small problem, at least 12. By default all
+          most_rows: Maximum number of rows, at least 12, also for a small problem. By default all
             rows of a small problem, and at most 768 rows of a large problem, are checked.
         """
         on_cpu = jax.default_backend() == "cpu"

@@ -136,7 +136,7 @@ def check_parity(
       dtype: The path's precision, if `actual` was converted. By default the dtype of `actual` is
         used.
       selection: Whether the array is the output of the selected branch.
-      in_float8: Whether products are in e4m3, also in the baseline.
+      in_float8: Whether the path and the baseline compute products in e4m3.
 
     Raises:
       ValueError: The shapes differ.

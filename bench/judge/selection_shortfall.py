@@ -111,11 +111,11 @@ def resolution(largest: float, reach: float, shape: tuple[int, int, int], config
     - A score is a sum of non-negative terms over the `G` heads and over `l'/d + l/d - 1` compressed
       tokens. The error of the sum is `(G + l'/d + l/d) u`.
     - A term is `exp(x) / total`. `total` is summed in blocks, with an error of `2 sqrt(C) u`.
-    - An error of `x` is a relative error of `exp(x)`. Logits are products over `D`, which are exact
-      in 16 bits. Tensor cores add 16 products at a time and cut off up to `2 u` of a sum of at most
-      `reach`, so that a logit has an error of `D/8 reach u`. Scaling, base 2 and the subtraction of
-      the log-sum-exp are 4 roundings of numbers up to `2 reach + ln C`. The exponential itself has
-      an error of `4 u`.
+    - An error of `x` is a relative error of `exp(x)`. Logits are sums over `D` of products, and
+      products of 16-bit numbers are exact. Tensor cores add 16 products at a time and cut off up to
+      `2 u` of a sum of at most `reach`, so that a logit has an error of `D/8 reach u`. Scaling,
+      base 2 and the subtraction of the log-sum-exp are 4 roundings of numbers up to `2 reach + ln
+      C`. The exponential itself has an error of `4 u`.
 
     Since both compared scores have these errors, the bound is twice the sum of the errors, plus
     twice the value that may be flushed to zero.

@@ -11,10 +11,10 @@ tokens of a corpus. `nsa_torch.huggingface.convert` converts it. After the conve
 models and the dense model are trained for `--after` further steps, all on the same batches. No text
 is read twice. The held-out loss, in nats per token, is measured for all positions, for positions
 within num_selected * select_block tokens, and for later positions. Within num_selected *
-select_block tokens a converted model starts equal to the dense model. `recall` and `copied`, also
-by distance, are measured as in `bench.lm.recall` if rows are long enough. A model is evaluated
-before the first step, after 1, 2, 4, .. times the preset's `every` steps, and at the end. Each
-evaluation appends a line to `converted.jsonl` in the folder `--out`.
+select_block tokens a converted model starts equal to the dense model. `recall` and `copied` are
+measured as in `bench.lm.recall`, in total and by distance, if rows are long enough. A model is
+evaluated before the first step, after 1, 2, 4, .. times the preset's `every` steps, and at the end.
+Each evaluation appends a line to `converted.jsonl` in the folder `--out`.
 """
 
 import dataclasses

@@ -260,7 +260,7 @@ def _within_the_limit(job: Job) -> tuple[Job, str, float]:
 
 
 def jobs(names: Sequence[str], began: float) -> list[Job]:
-    """Return the runs of experiments that do not exist yet, seed by seed.
+    """Return those runs of experiments that do not exist yet, seed by seed.
 
     Raises:
       ValueError: There is no such experiment, variant or seed.

@@ -10,8 +10,8 @@ class Stream:
     drawn from `seed`.
 
     In the stream, a row begins with the last token of the row before it, so that a token is
-    predicted at most once. The stream begins at a random position, also drawn from `seed`. At most
-    a part of a row is left over after the last row.
+    predicted at most once. The position at which the stream begins is also drawn from `seed`. At
+    most a part of a row is left over after the last row.
 
     Args:
       tokens: integers `[total]`.

@@ -14,10 +14,10 @@ Two differences of mean losses of the last 64 tokens, in nats per token, are mea
 - `recall` is the loss in the row `control` minus the loss in the row `read`.
 - `copied` is the loss in the row `unread` minus the loss in the row `read`.
 
-For `copied`, both rows end in the same 64 tokens after the same preceding tokens. Only the earlier
-passage differs. The whole difference `copied` therefore comes from the earlier passage. The earlier
-passage is beyond the sliding window, so that only the compressed and the selected branch can reach
-this passage.
+For `copied`, the two rows end in the same 64 tokens after the same preceding tokens. Only the
+earlier passage differs. The whole difference `copied` therefore comes from the earlier passage. The
+earlier passage is beyond the sliding window, so that only the compressed and the selected branch
+can reach this passage.
 
 `recall` also includes the gain from the fact that p fits the text of its row better than q. A model
 that only counts the tokens of the preceding window already gains 0.5 for rows of 2k tokens, and 0.2

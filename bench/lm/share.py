@@ -1,4 +1,4 @@
-"""Determines the rows of a global batch that a process computes, and the tokens with a loss."""
+"""Determines which rows of a global batch a process computes, and which tokens have a loss."""
 
 import dataclasses
 from collections.abc import Callable

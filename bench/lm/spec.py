@@ -27,7 +27,7 @@ class ModelSpec:
       attention: "nsa" or "dense".
       layers: Number of blocks.
       hidden: Width of the MLP.
-      vocabulary: Size of the vocabulary, by default of bytes.
+      vocabulary: Size of the vocabulary, by default the size of the vocabulary of bytes.
       norm_eps: Epsilon of the norms.
       dense_first: Number of first blocks with dense attention in a model with NSA. Torch only.
       dense_every: In a model with NSA, blocks whose index is a multiple of this number have dense

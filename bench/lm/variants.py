@@ -43,7 +43,7 @@ class Variant:
 
     @property
     def name(self) -> dict[str, Any]:
-        """The fields of a line of `log` that name this variant."""
+        """The fields that name this variant in a line of `log`."""
         return {
             "framework": self.framework,
             "attention": self.attention,

@@ -55,7 +55,7 @@ class Run:
 
     @property
     def about(self) -> str:
-        """The text about the problem on the page."""
+        """The text on the page about the problem."""
         return render.filled("problem.txt.jinja", row=self.row)
 
 
@@ -194,7 +194,7 @@ def panels(records: Iterable[Record], lines: Iterable[Line]) -> dict[str, list[P
 
 
 def asked(records: Iterable[Record], lines: Iterable[Line] = ()) -> dict[str, list[Panel]]:
-    """Return the panels of each device, also those that cannot be drawn."""
+    """Return the panels of each device, including the panels that cannot be drawn."""
     groups: dict[str, dict[str, dict[tuple, list[Run]]]] = {}
     for run in sorted(runs(records, lines), key=lambda run: run.row.time):
         problems = groups.setdefault(run.row.device, {}).setdefault(run.question, {})

@@ -191,8 +191,8 @@ def _draw(panel: Panel, axes) -> None:
 
 
 def _grid(count: int, size: tuple[float, float]) -> tuple[Any, Sequence[Any]]:
-    """Return a figure with `count` panels of the size `size` in inches, at most two in a row, and
-    the axes of the panels."""
+    """Return a figure with `count` panels, and the axes of the panels. At most two panels, each of
+    the size `size` in inches, are next to each other."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -73,8 +73,8 @@ class Pair:
 
     @property
     def over_portable(self) -> float | None:
-        """The speed-up of the kernel over the portable path, if the baseline is `masked` and both
-        have times, otherwise None.
+        """The speed-up of the kernel over the portable path if the baseline is `masked` and both
+        the kernel and the portable path have times, otherwise None.
         """
         if self.over != MASKED or not self.kernel_ms or not self.portable_ms:
             return None

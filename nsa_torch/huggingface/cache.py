@@ -379,9 +379,9 @@ class NSAPagedModelCache(NSAModelCache):
 
     Row `b` has the pages `range(b * M, (b + 1) * M)` of every layer, where `M` is the number of
     pages per row. The page table and `lengths` are on the device, and each call reads and writes
-    both tensors once on the device. A step does not wait for the device, and allocates no memory
-    that outlives the step. `StepGraph` captures a step of the model once and replays the captured
-    step while rows grow.
+    each of these two tensors once on the device. A step does not wait for the device, and allocates
+    no memory that outlives the step. `StepGraph` captures a step of the model once and replays the
+    captured step while rows grow.
 
     Args:
       config: configuration of the model.

@@ -80,7 +80,7 @@ class Decoder(nn.Module):
 
 
 def attend(attention: NSAAttention, name: str, x: Tensor, positions: Tensor) -> Tensor:
-    """Compute `attention` for `x` [N, dim] from vLLM's blocks."""
+    """Run the layer `attention` on `x` [N, dim], with the keys and values in vLLM's blocks."""
 
     def convolve(key: Tensor) -> Tensor:
         made = torch.empty_like(key[0])
