@@ -7,11 +7,11 @@
     python -m bench.tune_thresholds --check --device "NVIDIA H100 80GB HBM3"
 
 A threshold is the smallest recorded length from which the kernel is faster by at least the margin
-in all rows, or `never` if there is no such length. FA-2 is compared with one SDPA with the whole
-mask, and also with the portable path (`over_portable_path`). The kernels of the selected branch
-are compared with the portable path. A kernel that failed at a length does not count as faster at
-that length. A threshold without measured rows is not set. In a folder, the files `fa2.jsonl` and
-`selection.jsonl` at any depth are read.
+in all rows, or `never` if there is no such length. FA-2 is compared with one call of SDPA that has
+the whole mask, and with the portable path (`over_portable_path`). The kernels of the selected
+branch are compared with the portable path. A kernel that failed at a length does not count as
+faster at that length. A threshold without measured rows is not set. In a folder, the files
+`fa2.jsonl` and `selection.jsonl` at any depth are read.
 
 In the file of the device, only sections with changed values are written again. Comments above the
 changed sections and all other text are unchanged. A step is removed from a `provisional` rule of

@@ -186,9 +186,9 @@ def _parts_of_one(arrays: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def readable(x):
     """Return `x`, or a copy if kernels cannot read `x` in place.
 
-    Copies can be needed for bounds, gates, block indices, tokens that are only compressed,
-    tensors from torch.compile, and tensors with the negative bit. If kernels cannot read another
-    tensor of the caller in place, `dispatch.choose` refuses the kernels instead.
+    Copies can be needed for bounds, gates, block indices, tokens that only the compressed branch
+    reads, tensors from torch.compile, and tensors with the negative bit. If kernels cannot read
+    another tensor of the caller in place, `dispatch.choose` refuses the kernels instead.
     """
     if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and not x.is_neg():
         return x

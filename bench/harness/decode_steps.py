@@ -137,7 +137,7 @@ class Cached:
 
 
 class Paged:
-    """A paged cache with the same tokens as a `Cached`, with pages in random order. The object
+    """A paged cache, with pages in random order, that has the same tokens as a `Cached`. The object
     also has the step."""
 
     def __init__(self, cached: Cached, implementation: str | None, fp8: bool):
@@ -253,7 +253,7 @@ class Step:
         return self.at(0)
 
     def at(self, index: int) -> Values:
-        """Make one call, in torch without gradients."""
+        """Make one call. In torch, gradients are off."""
         if self.runner.framework == "jax":
             return self.call(index)
         with self.runner.torch.no_grad():

@@ -15,7 +15,8 @@ tokens are one axis, and `cu_seqlens` has the starts of the sequences.
 The functions of the package compute the same results as this library, so that the oracle judges
 every branch and attention of all branches:
 
-- Compressed tokens are means of `l` tokens every `d` tokens, visible from their last token on.
+- A compressed token is the mean of `l` tokens, and a compressed token begins every `d` tokens.
+  Queries at or after the last of its `l` tokens can attend to a compressed token.
 - Block scores follow Eq. 9, and are summed over the heads of a group.
 - The first `init_blocks` blocks and the last `local_blocks` blocks are forced. The last forced
   block is the query's own block.

@@ -8,8 +8,8 @@ cache, as a sampler does.
 A model learns bytes of the standard library. The model then reads held-out text in two ways with
 the same weights. In the first way, one call per layer computes all tokens, as in training. In the
 second way, the model reads a cache, to which each token is appended before the model attends to the
-token. The table has one row per dtype of the cache and number of tokens per step. Values are in
-nats per token, except for `other_blocks`:
+token. The table has one row per combination of the dtype of the cache and the number of tokens per
+step. Values are in nats per token, except for `other_blocks`:
 
 | column | meaning |
 |---|---|

@@ -246,8 +246,8 @@ def found_by_best(heads: np.ndarray) -> tuple[float, float]:
     """Return the hits of the head that finds copies best, and the hits of this head with another
     text.
 
-    One half of the rows determines the best head, and the other half measures it, so that the
-    result is unbiased.
+    One half of the rows determines the best head, and the hits of this head are measured on the
+    other half, so that the result is unbiased.
 
     Args:
       heads: `[layers, heads, 2, 2]`. The third axis has the halves of the rows. The fourth axis has

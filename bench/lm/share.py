@@ -1,4 +1,4 @@
-"""Determines which rows of a global batch a process computes, and which tokens have a loss."""
+"""Determines which rows of a global batch each process computes, and which tokens have a loss."""
 
 import dataclasses
 from collections.abc import Callable

@@ -23,7 +23,7 @@ class ModelSpec:
 
     Attributes:
       layer: Sizes of the attention layer. Dense attention has the same heads, rotary embedding and
-        `key_taps`, but one key and value per token for all branches.
+        `key_taps`, but each token has only one set of keys and values.
       attention: "nsa" or "dense".
       layers: Number of blocks.
       hidden: Width of the MLP.
@@ -87,8 +87,8 @@ class ModelSpec:
         return sum(map(self.is_dense, range(self.layers)))
 
     def products(self) -> int:
-        """Return the number of multiply-adds per token with weights. The products of attention
-        are not counted."""
+        """Return the number of multiply-adds with weights, per token. The products of attention are
+        not counted."""
         at = self.layer
         inner = at.gate_width * (at.d_k + 3)
         inputs = {"head": 3 * at.dim, "selected": 0}.get(at.gate, inner)
@@ -231,8 +231,8 @@ class Task:
 
 
 class DivergedError(ArithmeticError):
-    """The error that a loss or gradient is not finite. The weights are unchanged by the failed
-    step.
+    """The error for a loss or a gradient that is not finite. The weights are unchanged by the
+    failed step.
     """
 
     def __init__(self, step: int, loss: float, grad_norm: float, first: str = ""):

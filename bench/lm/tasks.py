@@ -120,7 +120,7 @@ def records_at(learner: Learner, batches: Tasks, layer: LayerSpec) -> dict[str, 
       distances. `solved` is the share of values that are solved, and `loss` is the mean loss of the
       values. For NSA `hit` is how often the best head selects the block of the source, and `chance`
       is how often a random selection would select this block. One half of the rows determines the
-      best head, and the other half measures it.
+      best head, and the hits of this head are measured on the other half.
     """
     random = np.random.default_rng((batches.seed, 8))
     rows = batches.evaluation(max(2, ROWS // batches.shape[0]))

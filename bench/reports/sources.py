@@ -57,8 +57,8 @@ def read(paths: Iterable[str | Path], title: str | None = None) -> Report:
     together with the lines of their run. Files of heartbeats among `paths` are skipped.
 
     Raises:
-      ValueError: A line is damaged, or a file or all files are empty. The error message names the
-        file.
+      ValueError: A line is damaged, a file has no records, or there are no records in any file. The
+        error message names the file.
     """
     rows: list[tuple[str, Record]] = []
     training: list[tuple[str, list[log.Line]]] = []

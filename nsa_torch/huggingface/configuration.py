@@ -100,7 +100,7 @@ class NSAModelConfig(SavedConfig):
       num_attention_heads, num_key_value_heads: Numbers of query heads and of key/value heads.
         None for `num_key_value_heads` means the number of query heads.
       head_dim, v_head_dim: width of query and key heads (even), and of value heads.
-        `head_dim=None` means `hidden_size // num_attention_heads`, and `v_head_dim=None` the
+        `head_dim=None` means `hidden_size // num_attention_heads`, and `v_head_dim=None` means the
         width of key heads.
       max_position_embeddings: The maximum number of tokens for which the model is intended. No
         computation depends on `max_position_embeddings`.
