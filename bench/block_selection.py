@@ -618,7 +618,7 @@ def measured(mode: Mode, name: str) -> Values:
 
 
 def timed(call: Call) -> Values:
-    """Return the times of a call, and on a GPU its memory."""
+    """Return the times of a call, and on a GPU the memory that the call needs."""
     once, peak, extra = (lambda _: call()), None, None
     if device() == "cpu":
         found = timing.time_host(once, same, seconds=FLAGS.seconds)

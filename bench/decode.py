@@ -212,8 +212,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         judge(f"dense_{name}", "dense", {}, dense_step, name)
 
     def row(**how: Any) -> Values:
-        """Time every step. The branches are timed before the whole step, since `doubt` compares the
-        whole step with the branches.
+        """Time every step. The branches are timed before the whole step, since the function `doubt`
+        compares the time of the whole step with the times of the branches.
         """
         common, done = command.about(runner, settings, inputs), dict[str, Record]()
         for key, (branch, each) in waiting.items():

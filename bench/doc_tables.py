@@ -396,8 +396,8 @@ def versions(names: str) -> str:
 
 
 def drawn(old: str, data: Any, draw: Callable[[], str]) -> str:
-    """Return the picture `old`, drawn again only if its data have changed, since other versions
-    of matplotlib draw the same data differently.
+    """Return the picture `old`, or a new picture if the data have changed. A picture of the same
+    data is not drawn again, since other versions of matplotlib draw the same data differently.
     """
     mark = f"<!-- data: {hashlib.sha256(repr(data).encode()).hexdigest()} -->"
     return old if mark in old else f"{draw().rstrip()}\n{mark}\n"

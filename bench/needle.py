@@ -10,7 +10,8 @@ The values of the table are results of the kernels for the last query, not a map
 - `weight`: the smallest weight, over the heads, that selected attention gives to the needle. The
   weight is the output of a call in which the value vector of the needle is 1, and all other value
   vectors are 0.
-- `cos`: cosine of the whole output and the value at `pos`, as a mean over the heads.
+- `cos`: cosine between the output of all branches and the value vector at `pos`, as a mean over the
+  heads.
 - `mae`: mean absolute error against the float64 reference.
 - `time_ms`: time of attention of all branches over all `S` tokens.
 

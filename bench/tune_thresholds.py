@@ -74,15 +74,16 @@ FLAGS = cli.define(
 
 
 def threshold(pairs: Sequence[Pair], margin: float) -> policy.Length:
-    """Return the smallest length from which on every pair has a speed-up of at least `margin`."""
+    """Return the smallest length from which on every pair of times has a speed-up of at least
+    `margin`."""
     wins = [(pair.length, pair.speed_up >= margin) for pair in pairs]
     return command.least(wins) or policy.NEVER
 
 
 def deciding(pairs: Sequence[Pair], found: policy.Length) -> list[Pair]:
     """Return the pair of times with the lowest speed-up at the longest length below the threshold
-    `found`, and the pair with the lowest speed-up at the threshold. A pair is missing if its length
-    does not exist.
+    `found`, and the pair with the lowest speed-up at the threshold. The first pair is missing if no
+    length is below the threshold, and the second pair is missing if the threshold is `never`.
     """
     lengths = sorted({pair.length for pair in pairs})
     below = [x for x in lengths if found == policy.NEVER or x < found]
@@ -144,8 +145,8 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
 
 
 def _over_portable(pairs: Sequence[Pair], margin: float) -> dict[str, policy.Length]:
-    """Return the threshold relative to the portable path, if the portable path is a second
-    baseline of all pairs.
+    """Return the threshold relative to the portable path, if the portable path is a second baseline
+    of all pairs of times.
     """
     if not all(pair.over_portable or not pair.kernel_ms for pair in pairs):
         return {}

@@ -787,9 +787,9 @@ class PackedWindows:
 
 
 class _Means(torch.autograd.Function):
-    """Computes `used_windows` for means, with its own gradient. The gradient of a token is gathered
-    from the windows that contain the token. Autograd would compute this gradient as a scattered
-    sum.
+    """Computes `used_windows` for means, with its own backward pass. The gradient of a token is
+    gathered from the windows that contain the token. Autograd would compute this gradient as a
+    scattered sum.
     """
 
     @staticmethod

@@ -16,10 +16,10 @@ once for all calls of the same sizes (`_once`).
 
 Sliding branch: FA-2 computes attention with a causal window.
 
-Selected branch: a pair is one query with one key/value head. For all pairs of a chunk, the keys
-that the query may read are packed one after the other. The `G` query heads of a pair are the
-queries of one sequence of FA-2. The packed keys are copied block by block, or as key ranges under
-`nsa_torch.ranges.using`.
+Selected branch: a pair is one query with one key/value head. For all pairs of query and key/value
+head in a chunk, the keys that the query may read are packed one after the other. The `G` query
+heads of a pair of query and key/value head are the queries of one sequence of FA-2. The packed keys
+are copied block by block, or as key ranges under `nsa_torch.ranges.using`.
 
 If values and queries differ in width, the narrower tensor is padded with zeros.
 """
@@ -178,7 +178,7 @@ def compressed_attention(
 def sliding_attention(
     query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
 ):
-    """Compute attention of each query to the last `window` keys up to its own."""
+    """Compute attention of each query to the last `window` keys up to its own key."""
     refuse_transforms(query, key, value)
     batch, length, heads, _ = query.shape
     if config.window == 0:

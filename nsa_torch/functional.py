@@ -395,7 +395,8 @@ def sliding_attention(
     scale: float | None = None,
     implementation: Name | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of each query to the last `window` keys up to its own. Return `(out, lse)`.
+    """Compute attention of each query to the last `window` keys up to its own key.
+    Return `(out, lse)`.
 
     Args: as in `selected_attention`, without `block_indices`.
 

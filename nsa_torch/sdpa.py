@@ -51,7 +51,7 @@ def compressed_attention(
 
 @chunked("sdpa/sliding", 3)
 def sliding_attention(query, key, value, *, config, kv_len, cu_seqlens, scale, with_lse):
-    """Compute attention of each query to the last `window` keys up to its own."""
+    """Compute attention of each query to the last `window` keys up to its own key."""
     batch, _, heads, _ = query.shape
     num_keys, window = key.shape[1], config.window
     if window == 0:

@@ -165,8 +165,8 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def _made(device, make):
-    """Return the result of `make()`, the address of the stream that computed it, and an event
-    that marks the end of the computation.
+    """Return the result of `make()`, the address of the stream that computed the result, and an
+    event that marks the end of the computation.
     """
     with torch.inference_mode(False), torch.no_grad():
         # The tensors are made contiguous, so that a kernel can read them without a copy.

@@ -6,8 +6,8 @@ Assumptions:
     softmax, the gates, the compression and the top-n are not counted.
   - The selected branch reads `min(n, existing blocks)` blocks, including the query's own
     (`num_local >= 1`). Of the own block, only the keys up to the query count.
-  - Backward consists of five products with `3 * 2 D + 2 * 2 Dv` FLOPs per pair: the logits once
-    more, dV, dP, dQ and dK. The selection of blocks has no gradient.
+  - Backward consists of five products with `3 * 2 D + 2 * 2 Dv` FLOPs per (query, key) pair: the
+    logits once more, dV, dP, dQ and dK. The selection of blocks has no gradient.
   - `all` is the sum of the branches. The scores use the logits of the compressed branch.
   - Traffic: every input is read once and every output is written once. The float32 lse and the
     int32 indices count as outputs. Repeated reads are not useful traffic.

@@ -1,9 +1,9 @@
 """Computes the traffic and the time of attention to one sequence on R devices. The module also
 predicts the time on more devices.
 
-A device receives `moved(R)` bytes. Keys and values of each head are gathered once forward and once
-more backward, in their own dtype. A reduce-scatter sums the gradients of keys and values in
-float32.
+A device receives `moved(R)` bytes. Keys and values of each head are gathered once in the forward
+pass and once in the backward pass, in their own dtype. A reduce-scatter sums the gradients of keys
+and values in float32.
 
     moved(R)    = (R - 1)/R * S Hkv (D + Dv) * itemsize              forward
     moved(R)    = (R - 1)/R * S Hkv (D + Dv) * (2 itemsize + 4)      forward and backward

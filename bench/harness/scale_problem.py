@@ -21,7 +21,8 @@ class Problem:
       S: tokens of the whole sequence.
       mode: `forward` or `fwdbwd`.
       layout: `zigzag` or `contiguous`.
-      checked: longest sequence whose results are judged, since one device must hold the sequence.
+      checked: length of the longest sequence whose results are judged. To judge a sequence, one
+        device must hold the whole sequence.
       documents: number of tokens of each document of a packed row; empty for one sequence.
       recompute: argument of `nsa_torch.attention`.
       by_rows: whether only a few rows of the output are judged (`scale_rows`), for a sequence of

@@ -70,7 +70,7 @@ class Measured:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the rank's own tokens. Each rank draws its random tokens, since a long sequence
-        fits on no device.
+        fits on no single device.
         """
         return self.drawn(self.problem.S // self.size, self.rank, self.device)
 

@@ -40,8 +40,8 @@ def places(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def selection(position: Tensor, kv_heads: int, config: NSAConfig) -> Tensor:
     """Return a selection, int32 `[T, Hkv, n]`. A query selects its own block, and other blocks at
-    equal distances, which differ between heads. A query with fewer than n blocks selects all
-    blocks, with -1 in empty slots.
+    equal distances from each other. The positions of the other blocks differ between heads. A query
+    with fewer than n blocks selects all blocks, with -1 in empty slots.
 
     Args:
       position: `[T]`, the position of each query in its document.

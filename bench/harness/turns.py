@@ -81,7 +81,7 @@ def measured(
 
     Args:
       commands: The words of each command by name. A command writes its records to a file with the
-        name of `lines`, in a folder with its own name next to `lines`.
+        name of `lines`, in a folder that has the name of the command and is next to `lines`.
       lines: The file for all records.
       environment: Additional environment variables.
       unit: The text that is printed after each name.

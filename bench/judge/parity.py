@@ -13,17 +13,17 @@ slope:  abs(<path, oracle> / <oracle, oracle> - 1) <= 1e-3, on 10^5 elements or 
 
 Each bound detects other errors. The bound of the maximum does not detect small errors in all
 elements. For example, outputs in bfloat16 that are multiplied by 1.02 satisfy the bound of the
-maximum. The slope detects a common factor, since rounding errors have no direction and the slope of
-many elements is 1. The rms detects errors in few elements or without a direction, such as a missing
-key in the window.
+maximum. The slope detects a common factor of all elements. Without a common factor, the slope of
+many elements is close to 1, since rounding errors have no direction. The rms detects errors in few
+elements or without a direction, such as a missing key in the window.
 
 For products in e4m3 the rule differs in three points. For products in e4m3, the baseline rounds the
 same values as the kernels. For products in e4m3, the absolute limits 5e-5 and 1e-3 do not apply,
-since errors exceed these limits. For products in e4m3, the slope of the path may differ from 1 by
-2^-7 more than the slope of the baseline does. The slope of the baseline also differs from 1, since
-rounded logits flatten the softmax. The margin of 2^-7 allows for tensor cores, which keep 13 bits
-of a sum in steps of 32 keys. Each step may lose 2^-14 of the sum, and a tile's list of 64 blocks
-has 128 steps.
+since the rounding errors of e4m3 exceed these limits. For products in e4m3, the slope of the path
+may differ from 1 by 2^-7 more than the slope of the baseline does. The slope of the baseline also
+differs from 1, since rounded logits flatten the softmax. The margin of 2^-7 allows for tensor
+cores, which keep 13 bits of a sum in steps of 32 keys. Each step may lose 2^-14 of the sum, and a
+tile's list of 64 blocks has 128 steps.
 """
 
 import dataclasses

@@ -11,7 +11,7 @@ interrupted, a second call of the same command makes the missing runs. A file co
 hundred lines of steps, and all other lines of `bench.train`. `--jobs 4` runs four runs at a time
 and distributes them over the GPUs. If two runs share a GPU, one run computes while the host works
 between steps of the other run. Times of steps are stored only with `--jobs 1`. Exit status 3 means
-that runs were omitted, since `--limit` seconds might not suffice.
+that runs were omitted because they might not have ended within `--limit` seconds.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ is as good.
     python -m bench.lm.quality runs/*/train.jsonl         # of bench.train, a seed each
 
 Runs of one seed start from the same weights and read the same batches. A run of NSA and the run of
-dense attention with the same seed are therefore a pair. For dense attention the table has means. If
+dense attention with the same seed form a pair of runs. For dense attention the table has means. If
 there are several kinds of dense runs, the first kind is used. For every other kind the table has
 the mean difference over the pairs of runs, and its standard error `s / sqrt(n)`. From three seeds
 on the table also has t, which is the mean difference divided by the standard error, with n - 1

@@ -1,16 +1,16 @@
 """Adds tasks to rows of text, and measures how many tasks a model solves. The share is measured by
 the distance between the two parts of a task.
 
-A row is divided into slots of 64 tokens, at a random offset. Some slots form pairs, whose
-distance is log-uniform. Most pairs of slots contain the same record in both slots, at a random
-position in each slot:
+A row is divided into slots of 64 tokens, at a random offset. Some slots form pairs of slots. The
+distance between the two slots of a pair has a log-uniform distribution. Most pairs of slots contain
+the same record in both slots, at a random position in each slot:
 
     source   .. marker key key value ..    copy   .. marker key key value ..
 
 Since keys and values are random, a model can predict the value in the copy only by finding the
 source among all records of the row. The task is multi-query associative recall (arXiv 2312.04927).
-Every fifth pair of slots has no record. In a pair without a record, the second slot repeats the
-text of the first slot.
+Every fifth pair of slots has no record. In a pair of slots without a record, the second slot
+repeats the text of the first slot.
 """
 
 from typing import Any

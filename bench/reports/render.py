@@ -56,8 +56,8 @@ def problem_of(record: Record) -> tuple[str, ...]:
 
 def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | None]:
     """Return the time of a baseline divided by the time of each row. The baseline is the fastest
-    dense row of the same problem, the portable path (`sdpa`, `xla`) of the same branch, or one
-    SDPA with the whole mask. A value is None if the parity of the row failed or was not judged,
+    dense row of the same problem, the portable path (`sdpa`, `xla`) of the same branch, or one call
+    of SDPA with the whole mask. A value is None if the parity of the row failed or was not judged,
     or if the row or the baseline has no time.
     """
 

@@ -1,9 +1,9 @@
 """Makes pairs of times from records. A pair has the times of a kernel and of its baseline on one
 problem.
 
-A pair belongs to a length and to one of the thresholds of `nsa_core.policy`. A pair comes from
-records that differ only in the implementation. A row of a CSV file of `bench.fa2` or
-`bench.selection` counts as two or three records.
+A pair of times belongs to a length and to one of the thresholds of `nsa_core.policy`. A pair of
+times comes from records that differ only in the implementation. A row of a CSV file of `bench.fa2`
+or `bench.selection` counts as two or three records.
 
 | kernel | baseline of the threshold | second baseline |
 |---|---|---|
@@ -82,7 +82,7 @@ class Pair:
 
 
 class Evidence:
-    """All pairs, and the excluded rows by reason."""
+    """All pairs of times, and the excluded rows by reason."""
 
     def __init__(self):
         self.pairs: list[Pair] = []
@@ -96,8 +96,8 @@ class Evidence:
         self.notes.setdefault(text, []).append(where)
 
     def of(self, threshold: str) -> list[Pair]:
-        """Return the pairs of the measured kernel that the automatic choice tries first. Kernels
-        that the automatic choice tries later do not affect this threshold.
+        """Return the pairs of times of the measured kernel that the automatic choice tries first.
+        Kernels that the automatic choice tries later do not affect this threshold.
         """
         found = [pair for pair in self.pairs if pair.threshold == threshold]
         measured = {pair.row.implementation for pair in found if pair.kernel_ms}
@@ -140,7 +140,8 @@ class Evidence:
                     self._pair(threshold, kernel, group)
 
     def _pair(self, threshold: str, kernel: str, group: Sequence[Row]) -> None:
-        """Add the pair of the slowest run of a kernel and the fastest run of its baseline."""
+        """Add the pair of times of the slowest run of a kernel and the fastest run of its
+        baseline."""
         framework, branch = group[0][1].framework, group[0][1].branch
         portable = PORTABLE[framework]
         over = portable if branch == "selected" else MASKED

@@ -130,7 +130,7 @@ def key_states(
 def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
     """Return whether any row of `real` [B, Sk] has padding. For this check the host waits for the
     device once per forward pass. Under torch.compile and in a CUDA graph, padding is not checked,
-    since the host must not wait.
+    since the check would make the host wait for the device.
     """
     if torch.compiler.is_compiling() or is_capturing(real.device):
         return True

@@ -125,8 +125,8 @@ class NSALayer:
 
 
 class DenseLayer:
-    """The keys and values of a layer with dense attention, `[B, room, Hkv, .]`. Unused slots
-    are zeros, since masked values must be finite.
+    """The keys and values of a layer with dense attention, `[B, room, Hkv, .]`. Unused slots are
+    zeros, since the keys and values of masked slots must be finite.
     """
 
     page = 1  # tokens per entry of the second axis
@@ -218,7 +218,7 @@ class PagedLayer:
         self.pages.reset()
 
     def crop(self, count: int, lengths: Tensor) -> None:
-        """Do nothing, since no call reads the cache after the length of a row."""
+        """Do nothing, since no call reads slots of the cache beyond the length of a row."""
 
 
 class NSAModelCache(Cache):
