@@ -98,8 +98,8 @@ class QueryLayout(Protocol):
     def num_keys(self) -> int | None:
         """The number of keys of every sequence, or None.
 
-        JAX uses the number for tables that are constants of a program. In torch the value is None,
-        since torch caches the tables instead.
+        JAX uses the number for tables that are constants of a program. In torch the property is
+        None, since torch caches the tables instead of making them constants.
         """
 
 
@@ -128,14 +128,14 @@ class ArrayOps(Protocol):
 
     def run_together(self, kernel: Kernel, *arrays: Any) -> Sequence[Any]:
         """Run a kernel whose outputs all have the same shape. If the outputs are adjacent in
-        memory, `stacked` copies them all at once.
+        memory, the method `stacked` copies all outputs at once.
         """
         return self.run(kernel, *arrays)
 
     def run_beside(self, kernel: Kernel, *arrays: Any) -> tuple[Sequence[Any], Any]:
-        """Run a kernel concurrently with later work, until `join` is called with the second result
-        of this method. Before `join` is called, no other step may read or write the kernel's
-        outputs.
+        """Run a kernel concurrently with later work, until the method `join` is called with the
+        second result of `run_beside`. Before the method `join` is called, no other step may read or
+        write the kernel's outputs.
         """
         raise NotImplementedError
 
@@ -146,8 +146,8 @@ class ArrayOps(Protocol):
     def writes_in_place(self, kernel: Kernel) -> bool:
         """Return whether `kernel` writes into its last inputs.
 
-        A kernel that writes in place keeps the values of its last inputs in all elements that it
-        does not write.
+        A kernel that writes in place does not change the elements of its last inputs that it does
+        not write.
         """
         return bool(kernel.in_place)
 

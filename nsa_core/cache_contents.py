@@ -68,8 +68,8 @@ def _are_facts(pairs: Sequence[Any]) -> bool:
 
 
 def summary(cache: Any, key: str, value: str, length: Any = None, **facts: Any) -> str:
-    """Return a text of one line that describes a cache. `summary` accepts any objects as arrays,
-    since transforms may replace them.
+    """Return a text of one line that describes a cache. The function accepts any objects as arrays,
+    since transforms may replace arrays by other objects.
     """
     arrays = {name: getattr(cache, name) for name in (key, value)}
     words = {name: getattr(x, "shape", x) for name, x in arrays.items()}

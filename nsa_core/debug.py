@@ -19,7 +19,7 @@ A line has the form `NSA-LOG <event> key=value ...`. A line of `compare` has the
 key=value ...` with the keys `<branch>_mae` and `<branch>_max`. A fused path runs its steps one by
 one while `timing` or `compare` is on. Under `jax.jit` and other transforms, `routing` and `shapes`
 report once, while the call is traced. While a call is traced, arrays have no values, and `timing`
-and `compare` print the reason why they cannot run. Under `torch.compile` only `routing` is
+and `compare` print the reason why the events cannot run. Under `torch.compile` only `routing` is
 reported. While an event is on, the torch functions also read `cu_seqlens` on a GPU, and raise the
 same errors as on a CPU.
 """

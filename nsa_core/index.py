@@ -143,7 +143,7 @@ def blocks_at(
     key_start,
     index: Index,
 ):
-    """Return the block lists of the queries, int32 `[B, T, lists, n]`.
+    """Return the block lists of the queries, as int32 `[B, T, lists, n]`.
 
     Args:
       over_queries: the function of the framework's module `chunks`. `over_queries` may omit keys

@@ -205,8 +205,8 @@ class LayerSpec:
         fewer tokens than `dense_below`.
 
         Raises:
-          ValueError: Branches other than the selected one contribute to the output, or some block
-            is not selected.
+          ValueError: A branch other than the selected branch contributes to the output, or some
+            block is not selected.
         """
         validate.sizes(0, dense_below=dense_below)
         if dense_below and self.gate != "selected":
@@ -468,8 +468,8 @@ def take_kind(state: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _from_json(tensor: Any, key: str) -> dict[str, str]:
-    """Decode a record that is stored as bytes of JSON, as in older checkpoints. The bytes are
-    rounded, since averages of checkpoints store them as floating-point numbers.
+    """Decode a record that is stored as bytes of JSON, as in older checkpoints. The numbers are
+    rounded, since averaging of checkpoints turns the bytes into floating-point numbers.
     """
     values = tensor.tolist()
     try:

@@ -39,7 +39,8 @@ def append(
     wrong=None,
     raw_is_there: bool = False,
 ) -> dict[str, Any]:
-    """Write new tokens, and the compressed tokens that they complete, to the arrays of a cache.
+    """Write new tokens, and the compressed tokens that the new tokens complete, to the arrays of a
+    cache.
 
     Return the arrays by name. In torch the arrays are modified in place. The shapes of the arrays
     determine the number of tokens per page.

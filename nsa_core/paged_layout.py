@@ -13,10 +13,10 @@ last raw token of a window is in the same page as the compressed token. No page 
 page, so rows can share their first pages.
 
 A cache in fp8 stores tokens as float8_e4m3fn with a float32 scale per token and head
-(`nsa_core.rounding`). Compressed keys are not rounded, since they determine the selection.
-Compressed tokens are computed from unrounded tokens. For compressed tokens, the newest tokens of a
-row are also stored unrounded, in a buffer that is called the ring of the row. Raw token p is stored
-at `recent[slot of the row, p % (2 l)]`.
+(`nsa_core.rounding`). Compressed keys are not rounded, so that rounding does not change the
+selection of blocks. Compressed tokens are computed from unrounded tokens. For compressed tokens,
+the newest tokens of a row are also stored unrounded, in a buffer that is called the ring of the
+row. Raw token p is stored at `recent[slot of the row, p % (2 l)]`.
 
 A ring may contain arbitrary values, including tokens of another row. If the token in the page may
 be the rounded value of the token in the ring (`rounding.is_of`), the token in the ring is used. If

@@ -40,9 +40,9 @@ def write_row(warp: Any, spec: RowStats, sizes, refs) -> None:
     lse, delta = of_head(refs.lse), of_head(refs.delta)
 
     def key_of(source):
-        """Load the int32 value of this row's token.
+        """Load the int32 number of this row's token.
 
-        Float32 represents the value exactly, since `capability.LONGEST` limits the lengths.
+        Float32 represents the number exactly, since lengths are at most `capability.LONGEST`.
         """
         key = warp.fetch_int(source, b * sizes.T + token)
         return warp.bits(warp.floating(key))

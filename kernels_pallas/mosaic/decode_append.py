@@ -12,8 +12,8 @@ the last l keys, and the second CTA writes the mean of the last l values. New to
 the inputs of the call, and all other tokens are read from their pages. The warps of a CTA add up
 shares of the window.
 
-For pages in fp8, rows are rounded before they are written. The older tokens of a window are
-read from the ring buffer of the row if the ring buffer has their exact values.
+For pages in fp8, rows of tokens are rounded before they are written. The older tokens of a window
+are read from the ring buffer of the row if the ring buffer has their exact values.
 """
 
 import math
@@ -35,9 +35,9 @@ NEAR, LEAST_NEAR = 2.0**-4 + 2.0**-7, 2.0**-9
 def put_new_tokens(lane: Lane, sizes: Any, refs: Any) -> None:
     """Write a cluster's share of the new tokens.
 
-    The page table must be in shared memory. Shared memory must also contain the unclamped pages of
-    new tokens, since these pages may not exist. In the functions below, the argument `value` is 1
-    for the value tensor and 0 for the key tensor.
+    The page table must be in shared memory. Shared memory must also contain the unclamped
+    page-table entries of new tokens, which show whether a token has a page. In the functions below,
+    the argument `value` is 1 for the value tensor and 0 for the key tensor.
     """
     m, spec, token, kv_head = lane.m, lane.spec, refs.b, refs.g
     warps = spec.variant.warps

@@ -2,7 +2,7 @@
 
     S2 = scale log2(e) Q K^T     p = 2 ** (S2 - max) / sum     importance = sum of p over heads
 
-Each branch has two phases: first the logits, then the product with the values. After the logits of
+Each branch has two phases: first the logits, then the product with V. After the logits of
 a branch, each warp pushes the maximum and the sum of its softmax to every CTA of the cluster.
 Before the product P V, p is divided by the sum over the whole cluster and multiplied by the
 branch's gate. Since p is already normalized and gated, one accumulator of P V serves all three
@@ -17,8 +17,8 @@ branches.
 | 3        | parts of the output                                                               |
 
 In every CTA, each exchange has its own barrier, which counts the received bytes and is used once.
-The CTAs need no barrier at the end, since each CTA receives all its data before it writes its
-output.
+The CTAs need no barrier at the end, since no CTA ends before it has received all data that other
+CTAs push to it.
 """
 
 from collections.abc import Iterator

@@ -247,7 +247,7 @@ class Queue:
 
     def clear(self, stage: Any, first: Any, low: Any, high: Any) -> None:
         """Set the values (V) of keys outside `low .. high - 1` to zero, in a strip that begins
-        with key `first`. Values that were never written may be NaN, and 0 * NaN is NaN.
+        with key `first`. Elements of V that were never written may be NaN, and 0 * NaN is NaN.
         """
         m, lane, spec = self.m, self.lane, self.spec
         row_bytes = spec.token_bytes * spec.Dv
@@ -373,7 +373,7 @@ class _Pages(NamedTuple):
     def where(self, condition: Any, other: "_Pages") -> "_Pages":
         """Return `self` if `condition` is true, otherwise `other`.
 
-        `self` and `other` must be `alike`.
+        The method `alike` must be true for `self` and `other`.
         """
         m, scales = self.lane.m, self.scales
         if scales is not None:

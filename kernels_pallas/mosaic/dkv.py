@@ -87,9 +87,7 @@ def down(column):
 
 
 def key_index(first_key, wg=0):
-    """Return the index of the key of each row of a product for the warpgroup `wg`, float32 `[64,
-    8]`.
-    """
+    """Return the key index of each row of a product of warpgroup `wg`, as float32 `[64, 8]`."""
     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=MATRIX)
     return (key + (first_key + wg * ROWS)).astype(jnp.float32)
 

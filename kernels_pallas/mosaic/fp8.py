@@ -20,7 +20,7 @@ MATRIX = plgpu.Layout.WGMMA
 
 
 def pairs(x, interpret):
-    """Round float32 `[64, n]` and return it in the order of operands, int16 `[64, n / 2]`."""
+    """Round float32 `[64, n]` to e4m3, and return int16 `[64, n / 2]` in the order of operands."""
     rows, columns = x.shape
     if interpret:
         x = x.reshape(rows, -1, 2, 4, 2).swapaxes(2, 3).reshape(rows, -1, 2)

@@ -40,7 +40,8 @@ rows in sequence. While a slot is merged, the partials of the next slots are bei
 `spec.stays`, a CTA ends at once if its batch row and key/value head have no work items in the
 kernel's segment.
 
-Bound: the bandwidth of HBM, since the partials are written and read once. Floors at B=1 H=32
+Bound: the bandwidth of HBM, since all partials are written to HBM and read again. Floors at B=1
+H=32
 Hkv=8 D=Dv=128 T=32768, 13 far blocks per token, on an H100: forward 0.45 TFLOP = 0.45 ms, dq
 0.67 TFLOP = 0.67 ms; the partials are 3.5 GB, which are written and read in 2.1 ms.
 """
@@ -158,7 +159,7 @@ def _build(kernel: Kernel, rows: dict[str, int], out_width: int, work: Callable)
     Args:
       kernel: The description of the kernel.
       rows: Widths of the arrays `[B, T, H, .]` whose rows are gathered. The first array is
-        multiplied with the keys, and the second array, if there is one, with the values.
+        multiplied with K. The second array, if there is one, is multiplied with V.
       out_width: Number of columns of the result.
       work: `work(refs, rows)` starts the remaining loads of a step and returns a function. The
         arguments of the returned function are the products `[64, block]` of the step. The
@@ -467,8 +468,8 @@ def _merge_tile(spec: GatheredAttention, refs, tile, out, forward: bool) -> Call
         far_slots = counts.far_slot, jnp.where(gathered, counts.far_slot_end, 0)
 
         def rewrite(merged):
-            """Load the rows that the loop in `selected.py` computed, change them by `merged`, and
-            write the result.
+            """Load the rows that the loop in `selected.py` computed, change these rows by the
+            function `merged`, and write the result.
             """
             given = [(refs.looped, refs.out_tile)]
             given += [(refs.added, refs.added_tile)] if spec.added else []

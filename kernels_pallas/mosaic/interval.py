@@ -13,7 +13,8 @@ consumers.
 For each block of each work item, the producer warpgroup waits until a stage of the ring buffer is
 free, and copies the block to the stage. For each block, a consumer warpgroup waits until the stage
 is ready, computes, and releases the stage. After the last block of a work item, a consumer
-warpgroup starts the loads of the next query, and adds and stores the result.
+warpgroup starts the loads of the next query, adds the previous sum (if any) to the result, and
+stores the result.
 
 A query may attend to two intervals, each with its own arrays (`spec.second_keys`). A consumer loops
 over the two intervals one after the other. Between the two loops of a tile, the memory of the

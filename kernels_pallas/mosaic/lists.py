@@ -4,7 +4,7 @@ The bitmap of a selection is in shared memory. The bitmap has a word per block, 
 per token. The word of a block shows all tokens that selected the block. The block lists of tiles
 and the query lists of blocks are built from the bitmap. One warp handles up to 64 neighbouring
 tokens, which may belong to several sequences. The warp handles the sequences one after the other,
-since blocks are counted from the first key of their sequence.
+since the indices of blocks begin at 0 in each sequence.
 
 For each sequence of the tokens (`next_sequence`), the warp clears the bitmap (`clear`) and sets the
 bits of the blocks low .. low + window - 1 (`join`).
@@ -54,7 +54,7 @@ that touch the tile, and counts or writes the query tiles with a bit.
 
 Only one warp writes each counter, so counters need no atomics in global memory, and the order of
 entries is fixed. The kernels of query lists are bound by latency. The number of passes over bitmaps
-grows with (number of chunks) x (number of blocks). Each entry is written once.
+grows with (number of chunks) x (number of blocks). Each entry of a query list is written once.
 
 Work items of query lists (`specs/work_items.py`): one warp handles a batch row, a key/value head
 and a segment of the tokens. A lane handles a tile of keys, and a warp handles 32 tiles at a time.

@@ -295,7 +295,7 @@ def _rounded_query(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace):
 
 
 def _logit(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, key):
-    """Return the logits of the tile's 64 query rows with one key per head from `[B, Hkv, D]`,
+    """Return the logits of the tile's 64 query rows with one key per head from `[B, Hkv, D]`, as
     float32 `[64]`.
     """
     logit = 0.0

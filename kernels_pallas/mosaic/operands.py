@@ -192,7 +192,7 @@ class Buffers(NamedTuple):
             ref.at[stage, i][...] = part.astype(self.dtype)
 
     def read_keys(self, ring, stage, i):
-        """Load slab `i` of a stage into registers, float32."""
+        """Load slab `i` of a stage into registers, as float32."""
         ref = ring.at[stage, i] if self.interpret else ring[0].at[stage, i]
         return plgpu.load(ref, layout=MATRIX).astype(jnp.float32)
 

@@ -31,9 +31,9 @@ blocks that are not forced.
 
 Loop order: query-stationary. A CTA of one warpgroup has a tile of query rows. The loops are
 those of the kernel for up to 16 heads.
-Tile: up to 128 query rows of 8 tokens, and 64 keys per product. There are 2 stages, since an SM
-would hold only one CTA with more stages. The kernel for more heads is bound by the instructions
-around the products. The floors are the same as for up to 16 heads.
+Tile: up to 128 query rows of 8 tokens, and 64 keys per product. The ring buffer has 2 stages, since
+with more stages an SM would hold only one CTA. The kernel for more heads is bound by the
+instructions around the products. The floors are the same as for up to 16 heads.
 """
 
 import dataclasses
@@ -534,7 +534,7 @@ def _pairs(matrix: np.ndarray) -> list:
 
 
 def _floats(matrix):
-    """Return, for each row of a lane, the list of its pairs of neighbouring values, as
+    """Return, for each row of a lane, the list of its pairs of neighbouring numbers, as
     `WarpTopK.add` reads them.
     """
     pairs = matrix.registers.reshape(KEYS // 8, -1)

@@ -9,7 +9,7 @@ the block.
 Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The loop includes every
 block that a token of the tile selected (`lists.py`). The rows of tokens that did not select the
 block are masked. There is no producer: the warpgroup itself starts the copies of its blocks. A
-stage of a ring buffer is refilled as soon as all four warps have read it.
+stage of a ring buffer is refilled as soon as all four warps have read the stage.
 
 Several small CTAs on an SM hide each other's latency. At D = Dv = 128 and blocks of 64 keys, an SM
 has three CTAs in forward (64 KiB each and the block list) and two CTAs in dq (96 KiB each). Batch

@@ -131,11 +131,10 @@ class WarpTopK(NamedTuple):
 
         `place` is the index of the first of the 64 blocks in the chunk.
 
-        `own` and `following` are sums over phases, in the layout of a product's registers. A
-        lane has values of one token, or of two tokens at a distance of 8 rows. For each token
-        and each group `j` of 8 columns, the lane has the two columns from `8 * j + 2 * (lane %
-        4)` on. The score of a block is the block's `own` plus `following` of the previous
-        block.
+        `own` and `following` are sums over phases, in the layout of a product's registers. A lane
+        has numbers of one token, or of two tokens at a distance of 8 rows. For each token and each
+        group `j` of 8 columns, the lane has the two columns from `8 * j + 2 * (lane % 4)` on. The
+        score of a block is the block's `own` plus `following` of the previous block.
         """
         warp = self.warp
         lane = warp.lane()

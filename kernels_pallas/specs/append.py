@@ -1,5 +1,5 @@
-"""Describes the kernel that writes new tokens, and the compressed tokens that they complete, to the
-pages of a cache.
+"""Describes the kernel that writes new tokens, and the compressed tokens that the new tokens
+complete, to the pages of a cache.
 
 `specs.decode` describes the layout of pages. To compute a compressed token, the kernel reads new
 tokens from the call and older tokens from their pages. A launch does not read any memory that it

@@ -361,11 +361,12 @@ def decode(spec: Decode) -> Kernel:
       are float32 `compressed_value_scale` `[pages, Hkv, per_page]`, `selected_key_scale` `[pages,
       Hkv, block]`, `selected_value_scale`, `sliding_key_scale` and `sliding_value_scale`.
     - With `append`: `new_raw_key`, `new_raw_value`, `new_selected_key`, .. `[tokens, Hkv, .]`, the
-      new tokens. The step writes the new tokens, and the means of raw tokens that they complete, to
-      the pages. `raw_key` and `raw_value` are the pages of raw tokens, and may be the same arrays
-      as `selected_key` and `selected_value`. A token without a page is not written. With `fp8`, the
-      kernel also reads `raw_key_scale` and `raw_value_scale`, and the rings `recent_key` and
-      `recent_value` `[rings, 2 l, Hkv, .]`. The ring of each row is in int32 `slots` `[B]`.
+      new tokens. The step writes the new tokens, and the means of the windows that the new tokens
+      complete, to the pages. `raw_key` and `raw_value` are the pages of raw tokens, and may be the
+      same arrays as `selected_key` and `selected_value`. A token without a page is not written.
+      With `fp8`, the kernel also reads `raw_key_scale` and `raw_value_scale`, and the rings
+      `recent_key` and `recent_value` `[rings, 2 l, Hkv, .]`. The ring of each row is in int32
+      `slots` `[B]`.
 
     Outputs: `out` `[tokens, H, Dv]`, and int32 `indices` `[tokens, Hkv, n]`: the blocks that each
     token selected, ascending, -1 in empty slots. For a token before position 0, `out` is 0 and

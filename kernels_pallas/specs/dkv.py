@@ -285,8 +285,8 @@ def merge(spec: Dkv) -> Kernel:
     For each tile of keys, `first` has the index of the tile's first partial, and `count` has the
     number of the tile's partials. With `stored_rows` there are two more inputs: `ds_chunk`, and
     `before`, the gradient (dk or dv) that the kernel updates in place. Only the rows of `[B, Hkv]`
-    in the chunk are written, and all other rows keep their values. Outputs are dk `[B, S, Hkv, D]`
-    and dv `[B, S, Hkv, Dv]`, or only one of dk and dv.
+    in the chunk are written, and all other rows keep their contents. Outputs are dk `[B, S, Hkv,
+    D]` and dv `[B, S, Hkv, Dv]`, or only one of dk and dv.
     """
     by_tile = int32(spec.B * spec.Hkv * spec.key_tiles)
     inputs = spec.partials | {"first": by_tile, "count": by_tile}

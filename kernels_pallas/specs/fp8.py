@@ -6,11 +6,11 @@
 | `fp8_round` | K8 = (K - mean) / key_scale, V8 = V / value_scale                     |
 
 For each head and column, the mean of the keys of a row cancels in the softmax. Scales are powers of
-two, one per head and column. The kernels multiply the query by the scale of keys, and the
-output by the scale of values.
+two, one per head and column. The kernels multiply the query by the scales of K, and the output by
+the scales of V.
 
 Numbers are stored as pairs in int16. K8 is stored by token, and V8 is stored by column. Q K^T sums
-over the columns of keys, and P V sums over the keys in a column of values. The axes over which the
+over the columns of keys, and P V sums over the keys in a column of V. The axes over which the
 two products sum are permuted in groups of 16. The permutation in groups of 16 makes the result of a
 product a left operand without a shuffle (`mosaic/fp8.py`). Number 8 j + 2 t + e of a group is
 stored at 4 t + 2 j + e, for t < 4 and j, e < 2.
@@ -84,8 +84,8 @@ class Rounding(TokenWords, Spec):
     def sums(self) -> dict[str, Array]:
         """The arrays for keys and for values, `[B, CHUNKS, words, 4]`.
 
-        Each entry has, over a chunk, the sums of the two columns of a word and then their largest
-        absolute values.
+        Each entry has four numbers for a chunk: the sums of the two columns of a word, and then the
+        largest absolute values of the two columns.
         """
         key, value = (float32(self.B, CHUNKS, words, 4) for words in self.words)
         return {"key_sums": key, "value_sums": value}

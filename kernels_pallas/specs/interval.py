@@ -155,8 +155,9 @@ class IntervalAttention(AttentionSizes):
 
 
 def consumers(key_width: int, value_width: int) -> int:
-    """Return the number of consumers (`IntervalAttention.consumers`). There are three consumers if
-    heads are narrow and need few registers, since more warps hide the latency of a block's steps.
+    """Return the number of consumers (`IntervalAttention.consumers`). If heads are narrow and need
+    few registers, there are three consumers, so that more warps hide the latency of a block's
+    steps.
     """
     return 3 if max(key_width, value_width) <= 64 else 2
 

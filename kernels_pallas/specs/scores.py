@@ -123,7 +123,9 @@ class Scores(Spec):
 
     @cached_property
     def most_candidates(self) -> int:
-        """`candidates`, rounded up to a power of two so that few kernels serve all lengths."""
+        """The number `candidates`, rounded up to a power of two so that few kernels serve all
+        lengths.
+        """
         most = max(KEYS, 1 << (self.candidates - 1).bit_length())
         # All lengths that need several chunks have the same chunk size.
         return most if self.swap_ab else min(most, 4 * self.held)

@@ -164,8 +164,8 @@ def of_blocks(sizes: dict[str, Any], n: int, block: int, **fields: Any) -> Selec
 def overlap_pv(key_width: int, value_width: int, block: int) -> bool:
     """Return whether forward of the selected branch computes P V of a block during the work on the
     next block. With overlap, a thread holds Dv / 2 numbers of the output, block / 2 numbers of S,
-    and block / 4 registers of P for each of two blocks. With overlap, a CTA needs one more stage of
-    values and one less stage of keys.
+    and block / 4 registers of P for each of two blocks. With overlap, a CTA needs one more stage
+    for V and one less stage for K.
     """
     return value_width // 2 + block <= FORWARD_REGISTERS and value_width <= key_width
 
@@ -177,7 +177,7 @@ def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, in
     """Return the numbers of stages of keys and of values for `forward`.
 
     With the returned numbers, three CTAs fit on an SM at D = Dv = 128. A loop that overlaps P V
-    releases keys early and values late.
+    releases the stages of K early and the stages of V late.
     """
     if overlap_pv(key_width, value_width, block):
         return {"key_stages": 1, "value_stages": 2}

@@ -5,11 +5,11 @@ The block list of a tile of query rows has the blocks that the tile's tokens sel
 The query-stationary kernels of the selected branch loop over the block list (`specs.selected`). For
 each tile `[B, Hkv, tiles]`:
 
-| array     | shape              | content                                                      |
-|-----------|--------------------|--------------------------------------------------------------|
-| `starts`  | `[entries]`        | first key of each block, ascending                           |
-| `members` | `[words, entries]` | bit `i % 32` of word `i // 32` is set if token i is a member |
-| `counts`  | `[6]`              | `specs.selected.BlockCounts`                                 |
+| array     | shape              | content                                                    |
+|-----------|--------------------|------------------------------------------------------------|
+| `starts`  | `[entries]`        | first key of each block, ascending                         |
+| `members` | `[words, entries]` | bit `i % 32` of word `i // 32`: token i selected the block |
+| `counts`  | `[6]`              | `specs.selected.BlockCounts`                               |
 
 The members of a block are the tokens that selected the block. The first block of a list that ends
 after the last key of one of its members, and all later blocks, need a mask by key. Block 0, the

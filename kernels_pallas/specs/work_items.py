@@ -137,7 +137,7 @@ def split_causal(
     Args:
       spec: A `Dkv`.
       tiles_seen: Function that returns the maximum number of tiles of keys to which the tokens
-        `first .. end - 1` attend. `tiles_seen` accepts arrays, since hundreds of values are needed
+        `first .. end - 1` attend. `tiles_seen` accepts arrays, since hundreds of results are needed
         for each new length.
       sees: Function that returns approximately the number of tiles to which the token `end - 1`
         attends. By default, `sees` counts all tiles to which earlier tokens attend.

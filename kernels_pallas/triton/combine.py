@@ -53,7 +53,7 @@ def _deltas(do, outputs, results, count, c):
 
 @triton.jit
 def delta(do, out, count, delta_out, c: tl.constexpr):
-    """Compute delta of one output `[count, WIDTH]`, float32 `[count]`. Programs: ceil(count /
+    """Compute delta of one output `[count, WIDTH]`, as float32 `[count]`. Programs: ceil(count /
     ROWS).
     """
     _deltas(do, (out,), (delta_out,), count, c)

@@ -306,8 +306,8 @@ def finish(
     M, P, splits, windows, candidates, scale,
     out, indices, part_maxima, part_sums, part_outputs, part_added, c: tl.constexpr,
 ):  # fmt: skip
-    """Select the blocks, attend to them and add up all branches. Programs: B * HEADS * QUERIES *
-    PARTS.
+    """Select blocks, attend to the selected blocks, and add up all branches. Programs: B * HEADS *
+    QUERIES * PARTS.
 
     Args:
       query .. lengths: As in the kernel `partials`, with the pages of the selected branch.

@@ -8,9 +8,9 @@ A program has the rows of `TOKENS` tokens with all their heads. A program of `in
 over the keys, which all heads share, `KEYS` at a time. Each step computes one product, with many
 columns per thread, and the maxima of the product. The selection processes `BEST` blocks per step. A
 block is represented by one 64-bit integer, its candidate. A candidate has the bits of the score in
-the order of integers, followed by the complemented index. The greatest candidates are selected. If
-scores are equal, the block with the lower index is selected. The best candidates so far stay in
-registers.
+the order of integers, followed by the complemented index. The blocks with the greatest candidates
+are selected. If scores are equal, the block with the lower index is selected. The best candidates
+so far stay in registers.
 
 `index_scores` writes z to memory if more blocks are selected than registers hold, if blocks have
 few keys, or if scores are added over heads. After `index_scores`, `paged_blocks.best` selects the

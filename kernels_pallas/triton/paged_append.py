@@ -5,8 +5,8 @@ One launch writes in place.
 A program has one token and one key/value head. The program writes the token to its page. A token at
 position `i d + l - 1` ends a window. The program of the last token of a window also writes the mean
 of the window. The program reads tokens of this call from the inputs, since other programs may not
-have written them yet. Tokens of earlier calls are read from their pages. Most of the time is spent
-on the launch itself.
+have written these tokens to pages yet. Tokens of earlier calls are read from their pages. Most of
+the time is spent on the launch itself.
 
 A cache in fp8 stores codes and scales (`nsa_core.rounding`). The means of a cache in fp8 use the
 older tokens in the row's ring buffer, if these tokens round to the tokens in the page.

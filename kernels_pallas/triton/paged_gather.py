@@ -61,7 +61,9 @@ def gather(
 
 @triton.jit
 def _scales(scale, place, seen, WIDTH, c):
-    """Load scales and repeat each over the columns of its head, float32 `[entries, columns]`."""
+    """Load scales, and repeat each scale over the columns of its head, as float32 `[entries,
+    columns]`.
+    """
     head = tl.arange(0, columns(WIDTH)) // (WIDTH // c.HEADS)
     at = place // c.PER_PAGE * (c.HEADS * c.PER_PAGE) + place % c.PER_PAGE
     mask = seen[:, None] & (head < c.HEADS)[None, :]

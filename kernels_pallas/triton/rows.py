@@ -91,7 +91,7 @@ def softmax_start(ROWS, COLUMNS):
 
 @triton.jit
 def raised(most, theirs):
-    """Return the greater of two maxima, and the value to subtract from exponents. The value to
+    """Return the greater of two maxima, and the number to subtract from exponents. The number to
     subtract is the greater maximum, or 0 if there were no keys.
     """
     larger = tl.maximum(most, theirs)
@@ -147,7 +147,7 @@ def start(c, BACK):
 
 @triton.jit
 def load_tile(key, value, skip, at, inner, c, BACK):
-    """Load the keys and values of a tile at `skip + at`. The values have the layout that their
+    """Load the keys and values of a tile at `skip + at`. The tile of values has the layout that its
     product needs.
     """
     keys = load_columns(key + skip * c.WIDTH, at, inner, c.WIDTH)

@@ -7,11 +7,11 @@ its columns and adds them:
     p[i] = sum_g exp(scale q_g . k_i - lse_g)                                     (Eqs. 8, 10)
     score[j] = sum_c own[c] p[r j + c] + carry[c] p[r (j - 1) + c]                (Eq. 9)
 
-`r = l'/d` compressed tokens begin in a block. Token `c` of a block shares `own[c]` stride blocks
-with the block and `carry[c]` with the next block. A block is represented by one 64-bit integer, its
-candidate. A candidate has the bits of the score (which is not negative), followed by the
-complemented index. The greatest candidates are selected. If scores are equal, the block with the
-lower index is selected. The best candidates so far stay sorted in registers.
+In each block, `r = l'/d` compressed tokens begin. Token `c` of a block shares `own[c]` stride
+blocks with the block and `carry[c]` with the next block. A block is represented by one 64-bit
+integer, its candidate. A candidate has the bits of the score (which is not negative), followed by
+the complemented index. The blocks with the greatest candidates are selected. If scores are equal,
+the block with the lower index is selected. The best candidates so far stay sorted in registers.
 """
 
 import triton

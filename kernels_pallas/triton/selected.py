@@ -3,8 +3,8 @@
 The kernels are query-stationary. A tile has the `GROUP` heads of `TOKENS` adjacent tokens. If a
 group fills a tile (`TOKENS` = 1), the program loops over the token's blocks. If a tile has
 several tokens, the program loops over the tile's block list, and masks the rows of tokens that did
-not select the current block. The kernels are bound by L2, since each tile reads the keys and values
-of its blocks.
+not select the current block. The traffic from L2 limits the kernels, since each tile reads the keys
+and values of its blocks.
 
     S = scale Q K^T    P = exp(S - lse)    dS = P * (g dP - g delta)    dq = scale dS K
 """

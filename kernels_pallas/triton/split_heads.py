@@ -18,9 +18,9 @@ Gates may depend on the mean of the query heads of a group. In the forward pass,
 programs compute the mean from rows that are still in L2. In the backward pass, the gradient of
 each head includes its share, dmean / G.
 
-Gates that are computed from the layer's input follow the values in a row. One program processes the
-gates of all heads for its tokens. In the backward pass, the program of the gates also fills the
-rest of the row with zeros, since gradients are read as whole rows.
+Gates that are computed from the layer's input follow the value heads in a row. One program
+processes the gates of all heads for its tokens. In the backward pass, the program of the gates also
+fills the rest of the row with zeros, since gradients are read as whole rows.
 """
 
 import triton

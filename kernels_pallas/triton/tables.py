@@ -58,8 +58,8 @@ def _last_before(starts, at, inside, count, steps):
 @triton.jit
 def _of_token(rows, query, inside):
     """Return the position of a query, and the first key and the first slot of its sequence.
-    `rows` has the output of `sequences`, and the arguments of `tables` that are needed to read
-    it.
+    `rows` has the output of the kernel `sequences`, and the arguments of the kernel `tables` that
+    are needed to read this output.
     """
     sequences, pitch, count, offset, half, gap, steps = rows
     key = query + offset + tl.where(query >= half, gap, 0)

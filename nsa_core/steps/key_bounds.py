@@ -132,7 +132,7 @@ def bounds_by_row(ops: ArrayOps, layout: QueryLayout, bounds: Bounds, tile, tile
 
 
 def causal_end_by_row(ops: ArrayOps, layout: QueryLayout, tile, tiles: int):
-    """Return `causal_end` per row of a kernel's tile, int32 `[B, tiles, rows]`."""
+    """Return `causal_end` per row of a kernel's tile, as int32 `[B, tiles, rows]`."""
     return ops.derive(by_row, causal_end(ops, layout), tile=tile, tiles=tiles)[0]
 
 

@@ -73,7 +73,7 @@ MAX_KNOWN_ITEMS = 2**21 // (4 * work_items.INTERVAL_ITEM_INTS)
 
 
 def delta_of(ops: ArrayOps, do, *outputs):
-    """Return rowsum(dO * O) of each output, float32 `[B, T, H]`."""
+    """Return rowsum(dO * O) of each output, as float32 `[B, T, H]`."""
     deltas = ops.run_together(combine.deltas(combine_spec(outputs)), do, *outputs)
     return [delta.reshape(do.shape[:-1]) for delta in deltas]
 
@@ -272,8 +272,8 @@ def selected(
 
 
 def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> list:
-    """Run `dkv` and return dk and dv. `sums` has the first partial sum of each key tile and the
-    number of its partial sums. `layout` is the layout of query lists, with the tiles of
+    """Run `dkv` and return dk and dv. For each key tile, `sums` has the index of the first partial
+    sum and the number of partial sums. `layout` is the layout of query lists, with the tiles of
     `mosaic_lists.list_keys`.
     """
     gradients = []
@@ -287,8 +287,8 @@ def _dkv(ops, spec: Dkv, arrays, sums, layout: QueryLayout | None = None) -> lis
 def row_stats(ops: ArrayOps, rows: RowResiduals, base, first, last):
     """Return the result of `bwd_preprocess.row_stats` for the query tiles of `base`, a `Dkv`.
 
-    `first` and `last` `[B, T]` bound the keys to which each query attends. If `first` is None,
-    the lower bound is 0.
+    `first` and `last` `[B, T]` bound the keys to which each query attends. If `first` is None, the
+    lower bound of the keys is 0.
     """
     keys = [ops.to_int32(x) for x in (last, first) if x is not None]
     extra = [ops.to_float32(x) for x in (rows.gate, rows.dlse) if x is not None]

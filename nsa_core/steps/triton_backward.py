@@ -36,7 +36,7 @@ PROGRAMS = (
 
 
 def delta_of(ops: ArrayOps, do, *outputs):
-    """Return rowsum(dO * O), float32 `[B, T, H]`, for each output O in `outputs`. There are one
+    """For each output O in `outputs`, return rowsum(dO * O) as float32 `[B, T, H]`. There are one
     or three outputs.
     """
     results = [float32(*do.shape[:-1])] * len(outputs)
@@ -131,16 +131,16 @@ def _statistics(ops, rows: RowResiduals, unused):
 
 @derived(lambda like, *, tiles, **sizes: [int32(1, tiles)])
 def _last_items(ops, like, *, tiles: int, row: int, segments: int):
-    """Return the end of the work items of each tile within its row, int32 `[1, tiles]`."""
+    """For each tile, return the end of its work items in the tile's row, as int32 `[1, tiles]`."""
     return [ops.to_int32((ops.arange(like, tiles) % row + 1) * segments)]
 
 
 @derived(lambda first, last, *, tiles, **sizes: [int32(first.shape[0], tiles, 4)])
 def _edges(ops, first, last, *, tiles: int, keys: int, num_keys: int):
     """Return int32 `[B, tiles, 4]`, which bounds the queries of each tile of keys. The first
-    two entries of a tile are the start and the end of the queries that attend to at least one
-    of its keys. The last two entries are the start and the end of the queries that attend to
-    all keys of the tile. The bounds `first` and `last` never decrease along the queries.
+    two entries of a tile are the start and the end of the queries that attend to at least one key
+    of the tile. The last two entries are the start and the end of the queries that attend to all
+    keys of the tile. The bounds `first` and `last` never decrease along the queries.
     """
     batch = first.shape[0]
     begin = ops.xp.broadcast_to(ops.arange(first, tiles) * keys, (batch, tiles))
@@ -250,7 +250,7 @@ def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSiz
 
 
 def _chosen_tiles(ops, block_indices, position, key_start, sizes):
-    """Return the key tile of each entry, int32 `[B * Hkv, entries]`. An entry that belongs to
+    """Return the key tile of each entry, as int32 `[B * Hkv, entries]`. An entry that belongs to
     no tile has the value `tiles`.
     """
     xp, tiles = ops.xp, sizes.tiles

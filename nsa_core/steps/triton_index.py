@@ -42,8 +42,8 @@ def _on_chip(index: Index) -> bool:
 
 
 def _count(index: Index, keys: int) -> int:
-    """Return the number of blocks, including the block of the last tokens. The block of the
-    last tokens may have no index key yet, but it may be forced into the lists.
+    """Return the number of blocks, including the block of the last tokens. The block of the last
+    tokens may have no index key yet, but this block may be forced into the lists.
     """
     forced = index.num_initial + index.num_local > 0
     return index.num_blocks(keys) + (index.entry > 1 and forced)
@@ -58,7 +58,7 @@ def why_not(query, key, index: Index) -> str | None:
 
 
 def blocks(ops: ArrayOps, query, key, position, index: Index, offset: int | None):
-    """Return the lists of an indexer, int32 `[B, T, Hi or 1, n]`.
+    """Return the lists of an indexer, as int32 `[B, T, Hi or 1, n]`.
 
     Args:
       position: int32 `[B, T]`, negative for padding.

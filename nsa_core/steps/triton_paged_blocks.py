@@ -263,8 +263,8 @@ def index_why_not(query, pages, page_table, index: Index) -> str | None:
 
 
 def scores_why_not(heads: int, width: int, index: Index, count: int) -> str | None:
-    """Return the reason why kernels cannot compute scores of `count` blocks and select from them,
-    or None.
+    """Return the reason why kernels cannot compute scores of `count` blocks and select among these
+    blocks, or None.
     """
     if index.pool > MAX_POOL or index.pool & (index.pool - 1):
         return f"needs a pool that is a power of two up to {MAX_POOL}, got pool={index.pool}"
@@ -279,7 +279,7 @@ def scores_why_not(heads: int, width: int, index: Index, count: int) -> str | No
 
 
 def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
-    """Return the selected blocks, int32 `[N, Hi or 1, n]`.
+    """Return the selected blocks, as int32 `[N, Hi or 1, n]`.
 
     The arguments are the same as in `paged_index_blocks`.
     """
@@ -319,7 +319,7 @@ def blocks(ops: ArrayOps, query, pages, paged: Paged, index: Index):
 
 
 def best(ops: ArrayOps, index: Index, scores, places, most_blocks: int, queries=0, most=0):
-    """Return the blocks with the highest scores, int32 `[tokens, lists, n]`.
+    """Return the blocks with the highest scores, as int32 `[tokens, lists, n]`.
 
     Args:
       scores: float32 `[.., lists, blocks]` of the tokens. `places` is the result of
