@@ -20,7 +20,8 @@ These implementations are compared:
 - `vllm`: vLLM's Triton kernel for this model, forward only. The time of `vllm` excludes filling
   pages.
 - `flash_msa`: flash-msa's kernels, which select the blocks themselves from an indexer's queries and
-  key. The time of `flash_msa` includes the selection, and its results are not compared.
+  key. The time of `flash_msa` includes the selection, and the results of `flash_msa` are not
+  compared.
 - `plain`: the functions of this library without kernels.
 
 These modes are measured:

@@ -15,8 +15,8 @@ token means draft tokens that are verified. Columns:
 
 - `ms_total`: `cached_attention`, which appends the tokens and attends.
 - `ms_paged`: the functions `append` and `paged_attention` on a paged cache with pages in random
-  order. With `--cache_dtype=fp8` the paged cache is in fp8, and its reference reads the rounded
-  tokens.
+  order. With `--cache_dtype=fp8` the paged cache is in fp8, and the reference of `ms_paged` reads
+  the rounded tokens.
 - `ms_cmp`: only the compressed branch, on the contiguous cache.
 - `ms_sel`: only the scores, the selection and the attention to the selected blocks. `ms_scores`
   excludes the attention.

@@ -66,7 +66,8 @@ assert z.tolist() == (2 * x).cpu().tolist(), "an array of torch reads otherwise 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two packages that must be compatible, with a status and its reason."""
+    """Two packages that must be compatible, with the status of the pair and the reason for the
+    status."""
 
     first: str
     second: str

@@ -59,8 +59,8 @@ def choices(runners, settings) -> list[tuple[Any, Any]]:
 
 
 def judge(runner, implementation, inputs, wanted, config) -> tuple[Values, Any]:
-    """Return the fields of the record, with a `Comparison` as `comparison`, and a function that
-    times the step.
+    """Return the fields of the record, whose field `comparison` is a `Comparison`, and a function
+    that times the step.
     """
     arguments = runner.load(inputs.arguments("scores"))
     select = functools.partial(forward, runner.api, "scores", config, implementation)

@@ -96,8 +96,8 @@ def check(
     layers: Sequence[str], tools: Sequence[str], folder: Path
 ) -> Generator[Values, None, None]:
     """Yield the rows of all layers without a tool, and of the planted faults. Then yield the rows
-    of all layers that were right, under each tool that found its planted fault. The processes end
-    if the caller stops iterating.
+    of all layers whose results were right, under each tool that found its planted fault. The
+    processes end if the caller stops iterating.
 
     Raises:
       ValueError: `--kernels` matches no kernel of a layer.

@@ -6,12 +6,12 @@ parity, times and memory.
     python -m bench.shapes --only 64k --input alike
     python -m bench.shapes --kernels triton --at_once 3 --save_records
 
-Each shape and input is a separate `bench.compare`, forward and with backward, in eager torch. All
-shapes are measured with one input before the next input, so that the second input of a shape finds
-the compiled oracles of the first input. Up to `--at_once` processes of `bench.compare` compile and
-check parity in parallel. After the compilation, each process is timed with exclusive use of the
-GPU. Parity is checked for `--most_rows` queries of each sequence. The targets and their
-measurements are in bench/records/log/calls.md, "Against the targets".
+Each combination of shape and input is a separate run of `bench.compare`, forward and with backward,
+in eager torch. All shapes are measured with one input before the next input, so that the second
+input of a shape finds the compiled oracles of the first input. Up to `--at_once` processes of
+`bench.compare` compile and check parity in parallel. After the compilation, each process is timed
+with exclusive use of the GPU. Parity is checked for `--most_rows` queries of each sequence. The
+targets and their measurements are in bench/records/log/calls.md, "Against the targets".
 
 All records are in `--out`/compare.jsonl. `--save_records` also appends these records to
 bench/records/<device>/compare.jsonl.

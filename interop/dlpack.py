@@ -18,10 +18,10 @@ until JAX has computed the array.
 
 Lifetime: these rules determine which object keeps which memory alive.
   Input of JAX  An alias keeps the tensor's storage alive, but XLA may drop the alias before its
-                stream has read the memory. Keep tensor and array until `to_torch` has returned
-                every output that was computed from it, on the current stream. After that, torch's
-                order of streams protects the tensor's memory. If another stream allocated the
-                tensor, call `record_stream`.
+                stream has read the memory. Keep tensor and array until `to_torch` has returned, on
+                the current stream, every output that was computed from the array. After that,
+                torch's order of streams protects the tensor's memory. If another stream allocated
+                the tensor, call `record_stream`.
   JAX's output  A torch alias keeps the array alive, but XLA does not know torch's streams. Once
                 the alias is dropped, the next XLA program may reuse the array's memory while a
                 queued torch kernel still reads the array. Drop an alias only after the kernels

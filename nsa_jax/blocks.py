@@ -59,11 +59,11 @@ def block_attention(
         after the query's own block, or beyond the last key, are masked. A list must not contain a
         block twice, since the keys of this block would count twice.
       block_size: tokens per block, any positive number. For lists of up to 64 blocks, `mosaic`
-        supports multiples of 16 up to 128, and `triton` any size up to 128. `mosaic` and `triton`
-        also support larger multiples of 64. `mosaic` and `triton` split blocks of more than 128
-        tokens into parts of 128 tokens, or of 64 tokens if 128 is no divisor. A list may have up
-        to 64 parts. Longer lists run on `triton` for any block size, unless rows are packed or
-        `query_seq_lengths` is given.
+        supports multiples of 16 up to 128, and `triton` supports any size up to 128. `mosaic` and
+        `triton` also support larger multiples of 64. `mosaic` and `triton` split blocks of more
+        than 128 tokens into parts of 128 tokens, or of 64 tokens if 128 is no divisor. A list may
+        have up to 64 parts. Longer lists run on `triton` for any block size, unless rows are packed
+        or `query_seq_lengths` is given.
       scale: factor of the logits; None means `D**-0.5`.
       include: `include="selected"` means that a query attends only to the blocks in its list.
         `include="tail"` means that a query also attends to its own block, unless the query is the

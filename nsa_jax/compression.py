@@ -95,8 +95,9 @@ def windows_at(
     that a NaN in padding does not reach the gradients of parameters. A product of NaN and zero
     would be NaN.
 
-    The gradient of a token is the sum over the windows that contain it, in a fixed order. If JAX
-    differentiated a gather, the gradient would be a scatter, which adds in any order on a GPU.
+    The gradient of a token is the sum, in a fixed order, over the windows that contain the token.
+    If JAX differentiated a gather, the gradient would be a scatter, which adds in any order on a
+    GPU.
 
     Args:
       starts: Ascending, with distances of at least `stride`. Unused slots at the end are -1.

@@ -68,12 +68,11 @@ def index_blocks(
         `entry` is above 1.
       segment_ids: int `[B, S']`, the ids of packed rows, which require `entry=1` and `S' = T`. In
         packed rows, block indices count from the start of each sequence.
-      implementation: `triton`, `xla`, or None for the first that can run. `triton` needs an
-        Ampere GPU or newer, at most 64 index heads of at most 256 columns, a `pool` that is a
-        power of two up to 256, and no packed rows. `triton` writes no scores to memory if
-        `activation` and `reduce` are None, `num_selected <= 64` and `pool >= 16`. If `triton`
-        writes scores, it supports up to 32768 blocks per row, and writes up to 256 MiB of scores at
-        a time.
+      implementation: `triton`, `xla`, or None for the first that can run. `triton` needs an Ampere
+        GPU or newer, at most 64 index heads of at most 256 columns, a `pool` that is a power of two
+        up to 256, and rows that are not packed. `triton` writes no scores to memory if `activation`
+        and `reduce` are None, `num_selected <= 64` and `pool >= 16`. If `triton` writes scores, it
+        supports up to 32768 blocks per row, and writes up to 256 MiB of scores at a time.
 
     Returns:
       The selected blocks, int32 `[B, T, Hi or 1, n]`, ascending, with -1 in empty slots at the
@@ -253,11 +252,11 @@ def indexer_kl(
       segment_ids: int `[B, S]`, the ids of packed rows.
       implementation: `triton`, `xla` (a chunk of queries at a time, in both passes), or None for
         the first that can run. `triton` needs an Ampere GPU or newer, `block_indices` with blocks
-        of 16, 32, 64 or 128 tokens, no packed rows, and a multiple of `Hkv` index heads. An index
-        head may serve up to 64 query heads. Attention and indexer must have the same dtype and
-        widths of at most 128. In float32 a block may have at most 4096 elements. `triton` stores
-        one number per query, index head and listed key. The stored number has 32 bits if inputs are
-        float32, and 16 bits for other dtypes.
+        of 16, 32, 64 or 128 tokens, rows that are not packed, and a multiple of `Hkv` index heads.
+        An index head may serve up to 64 query heads. Attention and indexer must have the same dtype
+        and widths of at most 128. In float32 a block may have at most 4096 elements. `triton`
+        stores one number per query, index head and listed key. The stored number has 32 bits if
+        inputs are float32, and 16 bits for other dtypes.
 
     Returns:
       The loss, float32 `[B, T, Hi]`. The loss is 0 for padding. The loss is not negative if `lse`

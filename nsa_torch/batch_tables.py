@@ -2,9 +2,9 @@
 or in each call.
 
 If the calls of a batch share boundaries, the tensor of the boundaries has a `Tables` object as an
-attribute. Operators, saved tensors of autograd and compiled graphs pass the tensor of the
-boundaries itself, not a copy, and therefore find its tables. If a caller passes a copy of the
-boundaries instead, the tables are computed again.
+attribute. Operators, saved tensors of autograd and compiled graphs find the tables, since
+all three pass the tensor of the boundaries itself and no copy of the tensor. If a caller passes a
+copy of the boundaries instead, the tables are computed again.
 
 On CUDA, Triton kernels (`kernels_pallas.triton.tables`) compute the tables of a plan in two
 launches. Tables with work items of interval attention need four launches. Without Triton, torch

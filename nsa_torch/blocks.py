@@ -52,11 +52,11 @@ def block_attention(
         repeated. The entries of a list may have any order, and negative entries are empty. Blocks
         after the query's own block, or beyond the last key, are masked. A list must not contain a
         block twice, since the keys of this block would count twice.
-      block_size: tokens per block. `mosaic` supports multiples of 16 up to 128, and `triton` any
-        size up to 128. `mosaic` and `triton` also support larger multiples of 64. `mosaic` and
-        `triton` split blocks of more than 128 tokens into parts of 128 tokens. If `block_size` is
-        not a multiple of 128, the parts have 64 tokens. A list of blocks that are split must have
-        at most 64 parts.
+      block_size: tokens per block. `mosaic` supports multiples of 16 up to 128, and `triton`
+        supports any size up to 128. `mosaic` and `triton` also support larger multiples of 64.
+        `mosaic` and `triton` split blocks of more than 128 tokens into parts of 128 tokens. If
+        `block_size` is not a multiple of 128, the parts have 64 tokens. A list of blocks that are
+        split must have at most 64 parts.
       scale: factor of the logits; None means `D**-0.5`.
       include: `include="selected"` means that a query attends only to the blocks in its list.
         `include="tail"` means that a query also attends to its own block, unless the query is the

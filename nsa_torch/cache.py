@@ -47,9 +47,9 @@ class NSACache:
     """The keys and values of earlier tokens. Each call appends its tokens to the cache, with or
     without gradients.
 
-    Each array of a `PagedCache` is also an attribute of `NSACache`, with an axis for rows. For
-    example `selected_key` is `[B, M, Hkv, D]`, where `M` is the capacity in tokens, rounded up to
-    whole pages. The attribute of an array that the layer does not need is None.
+    Each array of a `PagedCache` is also an attribute of `NSACache`, with an additional axis for
+    batch rows. For example `selected_key` is `[B, M, Hkv, D]`, where `M` is the capacity in tokens,
+    rounded up to whole pages. The attribute of an array that the layer does not need is None.
     """
 
     pages: PagedCache  # row `b` has the `n` pages `b n .. b n + n - 1`
@@ -178,8 +178,9 @@ def cached_attention(
     this token. Tokens may be appended all at once, in chunks of any size, or one at a time. The
     call returns the given cache, with or without gradients. To keep the state before the call, call
     `cache.clone()` first. If gradients are recorded, each call copies the tensors of the cache, and
-    the autograd graph retains them. Run steps without gradients under `torch.no_grad()`. A function
-    that `torch.utils.checkpoint` runs again must append to its own clone.
+    the autograd graph retains the tensors of every call. Run steps without gradients under
+    `torch.no_grad()`. A function that `torch.utils.checkpoint` runs again must append to its own
+    clone.
 
     Args:
       query, key, value, gates: the new tokens, as in `attention`, with `S = T`.

@@ -260,9 +260,9 @@ def indexer_kl(
       implementation: `triton` or `torch` (a chunk of queries at a time); None means the first of
         the two that can run. `triton` needs an Ampere GPU or newer, `block_indices`, one dtype for
         attention and indexer, and at least one index head per key/value head. `triton` supports
-        blocks of 16, 32, 64 or 128 keys and widths up to 128, and no packed rows. `triton` stores
-        one value per query, index head and listed key. A stored value has 16 bits, or 32 bits for
-        float32.
+        blocks of 16, 32, 64 or 128 keys and widths up to 128. `triton` does not support packed
+        rows. `triton` stores one value per query, index head and listed key. A stored value has 16
+        bits, or 32 bits for float32.
 
     Returns:
       The loss, float32 `[B, T, Hi]` (float64 for float64 input). The loss is 0 for padding. The

@@ -439,7 +439,7 @@ class NSAAttention(nn.Module):
             training, and the returned `kv` is None. The call appends the tokens to a given cache
             and returns the cache, with or without gradients. Decode under `torch.no_grad()`: if
             gradients are recorded, each call copies the tensors of the cache, and the autograd
-            graph retains them.
+            graph retains the tensors of every call.
           prefill: False declares that `x` continues a cache, which must then contain tokens. With
             either value of `prefill`, chunks may have any length.
           cu_seqlens: int `[sequences + 1]`, boundaries of a packed batch (`B = 1`). `cu_seqlens`

@@ -56,10 +56,10 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
       known: For each flag the default, the help, and optionally a bound or the allowed values. An
         entry can also be the name of another flag, of which the new flag becomes an alias. A flag
         has the type of its default. The values of a list are separated by commas. A tuple means
-        that the flag may be repeated, with one value each. A type instead of a default means that
-        the default is None, or empty for a tuple. A bound is the minimum, or a pair of minimum and
-        maximum. The bound defaults to the minimum 1 for integers and 0 for other numbers. The bound
-        None means that there is no bound.
+        that the flag may be repeated, and that each occurrence has one value. A type instead of a
+        default means that the default is None, or empty for a tuple. A bound is the minimum, or a
+        pair of minimum and maximum. The bound defaults to the minimum 1 for integers and 0 for
+        other numbers. The bound None means that there is no bound.
     """
     if own is None:
         own = flags.FlagValues()

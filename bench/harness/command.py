@@ -237,9 +237,9 @@ class Results:
         """Add a row to the table and print its line. `lines.yaml` describes the row and the line.
 
         Args:
-          values: Records and other values, by the names that the columns use. The status of the row
-            is the status of the first record that is not ok, unless `worst` is given. `more` has
-            additional columns at the end, and `line` has values that are only printed.
+          values: Records and other values, keyed by the names that the columns use. The status of
+            the row is the status of the first record that is not ok, unless `worst` is given.
+            `more` has additional columns at the end, and `line` has values that are only printed.
         """
         found = [x for x in values.values() if isinstance(x, Record)]
         failed = [x for x in found if x.status != "ok"]

@@ -63,7 +63,8 @@ class Cached:
         return dataclasses.replace(cache, length=lengths, longest=longest)
 
     def _read(self, cache) -> Values:
-        """Return those raw and compressed tokens in the cache that the branches read, by name."""
+        """Return those raw and compressed tokens in the cache that the branches read, keyed by
+        name."""
         first = self.config.compress_block // self.config.compress_stride - 1
         found = {}
         for branch, kind in itertools.product(Branches._fields, ("key", "value")):
@@ -159,7 +160,7 @@ class Paged:
         return self.api.append(cache, flat(key), flat(value), *self.at) or cache
 
     def stored(self) -> Values:
-        """Return the tokens with the rounding of a cache in fp8, in float32, by the names of
+        """Return the tokens, rounded as in a cache in fp8, as float32, keyed by the names of
         `problems.Inputs`.
         """
         config, (table, _) = self.cached.config, (self.runner.numpy(x) for x in self.at)

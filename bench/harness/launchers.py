@@ -1,5 +1,5 @@
-"""Detects whether a launcher started this process as one of several, from its environment
-variables.
+"""Detects from environment variables whether a launcher started this process as one of several
+processes.
 """
 
 import os

@@ -97,7 +97,7 @@ class Inputs:
         return self.key.selected.shape[1]
 
     def arguments(self, branch: str) -> dict[str, Any]:
-        """Return the arrays for a branch, by the names of its arguments."""
+        """Return the arrays for a branch, keyed by the names of its arguments."""
         found = {name: getattr(self, name) for name in ARGUMENTS[branch]}
         if branch != "all" and "key" in found:
             own = "selected" if branch == "selected" else "sliding"

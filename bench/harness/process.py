@@ -86,8 +86,8 @@ def interruptible() -> Iterator[None]:
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of this process with `changes`, for a child. A changed
-    `PYTHONPATH` is put before the present value.
+    """Return the environment variables of this process with `changes`, for a child process. A
+    changed `PYTHONPATH` is put before the present value.
     """
     variables = os.environ | changes
     before = os.environ.get("PYTHONPATH")

@@ -30,8 +30,8 @@ def rows_of(problem: Problem) -> list[int]:
 
 
 def places(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return two arrays `[S]`. For each token, the arrays have the first token of its document, and
-    its position in the document.
+    """Return two arrays `[S]`. For each token, the first array has the first token of its document,
+    and the second array has the position of the token in the document.
     """
     lengths = torch.tensor(problem.documents or (problem.S,))
     start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -59,7 +59,8 @@ def selection(position: Tensor, kv_heads: int, config: NSAConfig) -> Tensor:
 
 
 def oracle(problem: Problem, rows: Sequence[int], *arrays: Tensor) -> Tensor:
-    """Return the outputs of rows, `[R, H, Dv]`, in the dtype of the inputs (Eqs. 5-12).
+    """Return the outputs of the tokens `rows`, `[R, H, Dv]`, in the dtype of the inputs (Eqs.
+    5-12).
 
     The oracle shares no code with the library that it judges.
 

@@ -40,7 +40,7 @@ class Problem:
 
 
 def named(section: str) -> dict[str, dict[str, Any]]:
-    """Return the sizes of the problems in a section of `bench/problems.yaml`, by name."""
+    """Return the sizes of the problems in a section of `bench/problems.yaml`, keyed by name."""
     import yaml
 
     return yaml.safe_load(Path(__file__).parents[1].joinpath("problems.yaml").read_text())[

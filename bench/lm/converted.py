@@ -191,7 +191,7 @@ def judged(
     model: PreTrainedModel, preset: Preset, held: list[Batch], seed: int
 ) -> records.Values:
     """Return the mean losses for all positions, for the positions within the exact length, and for
-    the positions beyond. Also return the gains from earlier passages (`measures.copies`).
+    the later positions. Also return the gains from earlier passages (`measures.copies`).
     """
     model.eval()
     learner = cast(Learner, Judged(model, preset.batch))

@@ -80,7 +80,8 @@ def final(losses: np.ndarray) -> float:
 def verdicts(
     lines: Sequence[Line], tolerance: float | None = None, margin: float = MARGIN
 ) -> list[Verdict]:
-    """Judge whether JAX and torch agree at every step, and whether NSA ends no worse than dense.
+    """Judge whether JAX and torch agree at every step, and whether the final loss of NSA is no
+    worse than the final loss of dense attention.
 
     Args:
       lines: the result of `log.read`.
@@ -173,7 +174,8 @@ def draw(
       drawn: The curves.
       path: The file of the figure.
       header: the header of one of the runs, for the title.
-      bound: The bound of the differences, and its number of steps; None means all steps.
+      bound: The bound of the differences, and the number of steps to which the bound applies; None
+        means all steps.
       below_is: the name of the axis of the differences.
     """
     import matplotlib

@@ -305,8 +305,8 @@ class Learner:
           batch: The rows of this process (`share`).
           step: Index of the step, which determines the learning rate.
           following: The batch of the next step, if this batch is known. With `following`, the
-            devices begin with the gradients of the next batch before the host reads the loss, and
-            need not wait for the host.
+            devices begin with the gradients of the next batch before the host reads the loss, so
+            that the devices do not wait for the host.
 
         Raises:
           DivergedError: The loss or the norm is not finite. After this error, weights and moments

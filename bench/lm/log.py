@@ -62,8 +62,8 @@ class Header(Line):
 
 @_line
 class Step(Line):
-    """One step. The loss was computed before the weights changed, and the gradient norm before
-    clipping.
+    """One step. The loss was computed before the weights changed. The gradient norm was computed
+    before clipping.
     """
 
     kind: ClassVar[str] = "step"

@@ -171,7 +171,7 @@ def steps(
     watched: watch.Watch,
 ) -> log.Summary:
     """Run the steps from `first` on, evaluate the model, and return the summary. Each step appends
-    to `times_ms` the time since the end of the previous step, without checkpoints and
+    to `times_ms` the time since the end of the previous step, without the time of checkpoints and
     observations.
     """
     name, total, rate = run.variant.name, run.task.training.steps, run.task.training.rate

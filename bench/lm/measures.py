@@ -150,8 +150,8 @@ def copies(
       held_out: Batches of held-out text.
       layer: Sizes of the attention layer.
       seed: Seed of the positions of passages.
-      thorough: Whether to measure also by distance and by head, on more rows. A thorough
-        measurement takes minutes on a CPU.
+      thorough: Whether to measure more rows, and to measure also by distance and by head. A
+        thorough measurement takes minutes on a CPU.
     """
     whole = joined(list(held_out))
     starts = recall.passages(whole, layer.w, seed)
@@ -215,9 +215,9 @@ def hit(indices: np.ndarray, start: int, config: NSAConfig) -> np.ndarray | None
       start: Position of the first token of the passage.
       config: The config of the selection.
 
-    Returns:
-      `[heads, 2]`: the share of each head, and the share of a random selection. A query whose block
-      is forced does not count. The result is None if the block is forced for all queries.
+    Returns: `[heads, 2]`: for each head the share of its hits, and the share of hits of a random
+      selection. A query whose block is forced does not count. The result is None if the block is
+      forced for all queries.
     """
     length, block = len(indices), config.select_block
     query = np.arange(length - PASSAGE + 1 + KNOWN, length - 1)

@@ -48,7 +48,8 @@ class Packed:
 
     Args:
       tokens: integers `[total]`.
-      starts: int64 `[documents + 1]`: where each document begins in `tokens`, and the end.
+      starts: int64 `[documents + 1]`: where each document begins in `tokens`, and the end of the
+        last document.
       seed: seed of the order of documents and of the order of rows.
       width: tokens of a row.
     """
@@ -70,7 +71,7 @@ class Packed:
 
         Returns:
           tokens: `[rows, width]`.
-          segment_ids: int32 `[rows, width]`, from 0: the document of a token in its row.
+          segment_ids: int32 `[rows, width]`, the index of each token's document in the row, from 0.
         """
         first = self.order[indices] * (self.width - 1)
         place = first[:, None] + np.arange(self.width)

@@ -31,7 +31,7 @@ mean:
 - `far` may exceed the loss of dense attention by at most 1 %.
 - `recall` may be at most 0.03 below the `recall` of dense attention.
 - If chance is below a quarter, the best head must select blocks with the copied passage more often
-  than with another text, by three standard errors.
+  than with another text, by at least three standard errors.
 
 The exit status is 1 if a bound is exceeded, otherwise 3 if a kind has fewer pairs of runs or lacks
 a measure.
@@ -403,7 +403,7 @@ def _chance_is_low(kind: Kind) -> bool:
 
 
 def _over_chance(kind: Kind) -> np.ndarray:
-    """For each run, return the hits for passages at random positions minus chance, in the layer
+    """For each run and for passages at random positions, return the hits minus chance, in the layer
     with the highest mean."""
     over = kind.hits[..., 0] - kind.hits[..., 1]
     return over[:, over.mean(axis=0).argmax()]

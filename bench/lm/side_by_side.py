@@ -19,7 +19,8 @@ from .log import Header, Line
 
 
 def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
-    """Write the figure to `path`. `found` has the lines of each file, by the name of the file.
+    """Write the figure to `path`. `found` has the lines of each file, keyed by the name of the
+    file.
 
     Raises:
       ValueError: A file has several runs or none, or the runs have different values of

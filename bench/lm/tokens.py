@@ -29,7 +29,8 @@ class Documents:
     Attributes:
       name: name of the dataset, for messages.
       tokens: integers `[total]`, in memory or in a file.
-      starts: int64 `[documents + 1]`: the index at which each document begins, and the end.
+      starts: int64 `[documents + 1]`: the index at which each document begins, and the end of the
+        last document.
       vocabulary: size of the vocabulary.
       sha256: The hash of the tokens and the boundaries.
       held_out: The number of tokens at the end that are held out. `held_out=None` means that the

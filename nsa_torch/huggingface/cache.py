@@ -97,8 +97,8 @@ class NSALayer:
     state: Any = None  # an `NSACache`
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
-        """Compute `attention` of the columns `x` [B, T, dim]. Each column attends to all columns up
-        to its own.
+        """Compute `attention` of the columns `x` [B, T, dim]. Each column attends to itself and
+        to all earlier columns.
         """
         if self.state is None:
             # the weights may be quantized, so their dtype is not used
@@ -172,8 +172,8 @@ class PagedLayer:
         self.page, self.fp8 = page, fp8
 
     def attend(self, attention: NSAAttention, x: Tensor, call: Call) -> Tensor:
-        """Compute `attention` of the columns `x` [B, T, dim]. Each column attends to all columns up
-        to its own.
+        """Compute `attention` of the columns `x` [B, T, dim]. Each column attends to itself and
+        to all earlier columns.
         """
         spec = attention.spec
         if self.pages is None:

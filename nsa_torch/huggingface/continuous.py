@@ -79,7 +79,7 @@ def bytes_of_block(config: NSAModelConfig, dtype: torch.dtype) -> int:
 class NSACacheAllocator(FullAttentionCacheAllocator):
     """Allocates blocks for all layers of a model with NSA. The manager of transformers makes this
     object. The manager assigns blocks of `select_block` tokens to requests, shares prefixes, and
-    has blocks copied when a request forks. Each block has memory for all layers of the model. A
+    calls `copy_blocks` when a request forks. Each block has memory for all layers of the model. A
     layer with NSA stores the compressed tokens, and the keys and values of three branches. If the
     branches share keys and values, the layer stores keys and values once. A dense layer stores its
     keys and values. The manager owns the memory, so that the accounting of the manager is correct.

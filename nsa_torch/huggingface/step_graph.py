@@ -15,7 +15,7 @@ DEVICE = "cuda"  # type of the devices whose steps are captured
 
 
 class StepGraph:
-    """Runs steps of `model` on `cache`, with one token per row, as one CUDA graph.
+    """Runs a step of `model` on `cache` as one CUDA graph. A step has one token per row.
     `graph(input_ids)` maps tokens `[B, 1]` to logits `[B, 1, vocab]`.
 
     The first `WARMUP` calls run the model eagerly. The next call captures a CUDA graph of all

@@ -1,5 +1,4 @@
-"""Converts weights of `NSAForCausalLM` to weights of the models that `nsa_bench.train` trains,
-and back.
+"""Converts weights between `NSAForCausalLM` and the models that `nsa_bench.train` trains.
 
 The file has the format of `nsa_interop.weights`. The names and hyper-parameters in the file are the
 names and hyper-parameters of `nsa_bench.lm.torch_lm.LM` and of its counterpart in JAX. The classes
