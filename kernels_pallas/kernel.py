@@ -125,8 +125,8 @@ class Kernel:
         """Return a kernel whose body gets each array as `refs.<key>`, for the keys of `inputs` and
         `outputs`.
 
-        An input whose value is False is omitted. With `spec.any_length`, the kernel's first inputs
-        carry `sizes`, one input per size. If `name` or `body` is empty, `described` adds the
+        An input whose value is False is omitted. If `spec.any_length` is true, the kernel's first
+        inputs carry `sizes`, one input per size. If `name` or `body` is empty, `described` adds the
         default.
         """
         sizes = dict(sizes or {})

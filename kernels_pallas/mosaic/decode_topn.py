@@ -13,7 +13,8 @@ later blocks with the same score. Scores are not negative, so their bits are com
 | best blocks of all warps | each lane counts the blocks that precede its own block        |
 
 To extract a winner, a warp finds the highest score among the best blocks of its lanes, and the
-lowest block with this score. To count blocks of all warps, the lanes read each block together.
+block with this score and the lowest index. To count blocks of all warps, the lanes read each block
+together.
 
 The selection is bound by latency. The counts of preceding blocks are independent, while each
 extraction waits twice for a reduction over the warp.

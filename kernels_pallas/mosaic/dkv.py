@@ -25,7 +25,7 @@ Intervals: the queries that attend to a tile of keys are contiguous. A CTA has o
 warpgroup and two consumer warpgroups of 64 keys each. If D + Dv > 384, the CTA has only one
 consumer. When the consumers have released a stage of the ring buffer, the producer fills the stage
 with a query tile of 64 rows. Only steps at both ends of an interval are masked. A consumer skips
-the steps in which no query attends to its 64 keys.
+the steps in which no query attends to the consumer's 64 keys.
 
 Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products per pair: compressed 8.8 TFLOP =
 8.9 ms, sliding 2.2 TFLOP. The compressed and the sliding branch are bound by products that read
@@ -98,8 +98,8 @@ class KeyTile:
     Attributes:
       b: Batch row.
       g: Key/value head.
-      begin: Begin of the work item's query tiles, or of its entries in the query lists.
-      end: End of the work item's query tiles, or of its entries in the query lists.
+      begin: Begin of the work item's query tiles, or of the work item's entries in the query lists.
+      end: End of the work item's query tiles, or of the work item's entries in the query lists.
       partial: Index of the partial that the CTA writes.
       steps: Number of steps.
     """

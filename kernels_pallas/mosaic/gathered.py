@@ -36,9 +36,9 @@ selection that has a far block, in the order of slots:
 Tiles that are not gathered keep the result of the loop. Slots of the selection without a far block
 are skipped, since their partials are undefined. Slots before the first and after the last far block
 of the tile's tokens are not read. The merge is query-stationary: a CTA merges a few tiles of 64
-rows in sequence. While a slot is merged, the partials of the next slots are being loaded. With
-`spec.stays`, a CTA ends at once if its batch row and key/value head have no work items in the
-kernel's segment.
+rows in sequence. While a slot is merged, the partials of the next slots are being loaded. If
+`spec.stays` is true, a CTA ends at once if its batch row and key/value head have no work items in
+the kernel's segment.
 
 Bound: the bandwidth of HBM, since all partials are written to HBM and read again. Floors at B=1
 H=32

@@ -65,8 +65,8 @@ of the totals. The remaining rows of the segment in the table are marked as empt
 
 The kernel of work items is bound by the latency of two or three loads of `edges` per tile, and of
 `MAX_HALVES + 2` more loads if partials are counted. The kernel of work items stores up to 28 bytes
-per item. The kernel of work items takes a few microseconds, while the kernels that read its table
-take milliseconds.
+per item. The kernel of work items takes a few microseconds, while the kernels that read the table
+of work items take milliseconds.
 """
 
 import functools
@@ -376,8 +376,9 @@ def list_chunk(
 ) -> None:
     """Traverse chunk `WARPS * group + warp` of row `refs.row`.
 
-    With `fill` the entries of query lists are written, and without `fill` they are counted. If the
-    argument `gather` is true, the entries are those of the kernel `fill_gather_lists`.
+    If `fill` is true, the entries of query lists are written. If `fill` is false, the entries are
+    counted. If the argument `gather` is true, the entries are those of the kernel
+    `fill_gather_lists`.
     """
     lane, row = warp.lane(), refs.row
     refs.b, refs.g = row // spec.Hkv, row % spec.Hkv

@@ -14,8 +14,8 @@ P = 0 for keys to which a row must not attend, and for rows whose token did not 
 the end, out = gate * O / l + added and dQ = scale * sign(gate) * dQ.
 
 By default, P of a block is multiplied immediately by V (forward), and dS is multiplied immediately
-by K (dq). With `overlap_pv`, P of a block is multiplied during the elementwise work on the next
-block:
+by K (dq). If `overlap_pv` is true, P of a block is multiplied during the elementwise work on the
+next block:
 
     at once      S(i)   softmax(i)   P(i) V(i)   S(i+1)   softmax(i+1)   ...
     overlap_pv   S(i)   softmax(i)   S(i+1), P(i) V(i)
@@ -95,10 +95,10 @@ class Mainloop(NamedTuple):
     both stages.
 
     `attend(block, before, state)` returns the next state and a factor, which is the matrix P or
-    dS of the block. `multiply(factor, state)` adds the product of a factor to the state. With
-    `overlap_pv`, `attend` multiplies the previous block's factor, `before`, during its
-    elementwise work. Without `overlap_pv`, and for the first block, `before` is None.
-    `finish(state)` returns the result, float32 `[64, width]`.
+    dS of the block. `multiply(factor, state)` adds the product of a factor to the state. If
+    `overlap_pv` is true, `attend` multiplies the previous block's factor, `before`, during its
+    elementwise work. `before` is None for the first block, and for all blocks if `overlap_pv` is
+    false. `finish(state)` returns the result, float32 `[64, width]`.
     """
 
     state: Any
@@ -126,8 +126,8 @@ def over_blocks(
       blocks: Number of all blocks.
       masked_first: True if the first blocks are masked, False if the remaining blocks are
         masked.
-      overlap_pv: Whether a factor is multiplied during the next block. With `overlap_pv`, `blocks`
-        must be at least 1. With `overlap_pv`, the first block is always masked.
+      overlap_pv: Whether a factor is multiplied during the next block. If `overlap_pv` is true,
+        `blocks` must be at least 1. If `overlap_pv` is true, the first block is always masked.
     """
 
     def step(under_mask, i, carried):
@@ -182,8 +182,8 @@ class Ring(NamedTuple):
         return self.width // self.buffers.slab
 
     def load(self, array, b, kv_head, first, ref, stage, barrier) -> None:
-        """Start the copies of the block of `array` whose first key is `first`. With
-        `by_column`, `first` must be a multiple of `GROUP`.
+        """Start the copies of the block of `array` whose first key is `first`. If `by_column` is
+        true, `first` must be a multiple of `GROUP`.
         """
 
         def by_token(columns):

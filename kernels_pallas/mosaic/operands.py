@@ -511,9 +511,9 @@ def _index(number: int):
 
 
 def by_warps(count: int, function, varies: bool) -> None:
-    """Call `function(i)` for each `i` below `count`. The four warps share the calls. With
-    `varies` every warp makes all calls, since `shard_map` does not allow values that vary along
-    its mesh in `warp_map`.
+    """Call `function(i)` for each `i` below `count`. The four warps share the calls. If `varies` is
+    true, every warp makes all calls, since `shard_map` does not allow values that vary along its
+    mesh in `warp_map`.
     """
     if varies:
         for i in range(count):

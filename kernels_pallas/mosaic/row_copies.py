@@ -1,7 +1,7 @@
 """Copies the rows of listed tokens between global and shared memory, by lanes of warps instead of
 TMA. A lane copies 16 bytes at a time.
 
-A multiprocessor needs 13 to 14 cycles to start a TMA copy, regardless of its size. With few
+A multiprocessor needs 13 to 14 cycles to start a TMA copy, regardless of the copy's size. With few
 heads per token, 64 rows need more TMA copies than can start during a step. A copy instruction
 of a warp, with 16 bytes per lane, moves four rows of a slab.
 

@@ -838,7 +838,7 @@ def _write_fours(spec: Scores, chosen, selection, first: int, b, token, g, lengt
     """Write the blocks of four tokens to `selection` `[B, T, Hkv, n]`.
 
     Each warp writes one token. `chosen` has `n` arrays `[4]`, with one block per token. `token` is
-    the index of the tile's token `first` in its row. `length` is T, and `end` is the end of the
+    the index in the row of the tile's token `first`. `length` is T, and `end` is the end of the
     tile's tokens.
     """
     tokens = min(KQ_WARPS, spec.tile.tokens - first)

@@ -519,9 +519,8 @@ def sync_cta() -> None:
 
 def open_barriers(address: Word, bytes_: Sequence[Number], publish: bool = False) -> None:
     """Initialize barriers from `address` on, 8 bytes each. Each barrier completes once, when
-    the number of bytes that it expects has arrived. With `publish`, the writes of this lane to
-    global memory become visible to every warp of the cluster that has called
-    `wait_for_cluster`.
+    the number of bytes that it expects has arrived. If `publish` is true, the writes of this lane
+    to global memory become visible to every warp of the cluster that has called `wait_for_cluster`.
     """
     first = same(warp_of_cta() * 32 + lane(), 0)
     for i, _ in enumerate(bytes_):

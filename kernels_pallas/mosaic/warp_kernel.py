@@ -8,9 +8,9 @@ The first axis of the grid counts rows, and the second axis counts the CTAs of a
 with the same functions (`interpreter.py`), so one program serves kernels and the interpreter.
 `sizes` has the numbers of `Kernel.sizes`, as integers or as words that the kernel reads at launch.
 `refs` has the arrays of the kernel and the arrays in shared memory by name. `refs.row` is the index
-of the CTA's row. With `by_head`, `refs` has the batch row `b` and the key/value head `g` instead of
-`row`. `refs.group` is the index of the CTA among the CTAs of the row. Warp `w` of CTA `group` has
-the index `WARPS * group + w` in the row.
+of the CTA's row. If `by_head` is true, `refs` has the batch row `b` and the key/value head `g`
+instead of `row`. `refs.group` is the index of the CTA among the CTAs of the row. Warp `w` of CTA
+`group` has the index `WARPS * group + w` in the row.
 """
 
 from collections.abc import Callable
@@ -38,10 +38,10 @@ def warp_kernel(
 ) -> Callable[[Kernel], Callable]:
     """Return the body of a kernel that runs `program` in every warp of the kernel's grid.
 
-    The kernel's description determines inputs, outputs, sizes and the grid. Without `in_clusters`,
-    the grid is the result of `specs.tile.warp_grid`. With `in_clusters`, the grid has one cluster
-    per row. With `spec.interpret`, `interpreter.machine` runs the warps on the host, on NumPy or
-    JAX arrays, also in `jit`.
+    The kernel's description determines inputs, outputs, sizes and the grid. If `in_clusters` is
+    false, the grid is the result of `specs.tile.warp_grid`. If `in_clusters` is true, the grid has
+    one cluster per row. If `spec.interpret` is set, `interpreter.machine` runs the warps on the
+    host, on NumPy or JAX arrays, also in `jit`.
 
     Args:
       program: The program, as the module's docstring describes. Lanes without work must not
@@ -49,7 +49,7 @@ def warp_kernel(
       shared: Function of a spec that returns names and shapes of a CTA's int32 arrays in shared
         memory.
       by_head: Whether a row of the grid is a batch row and a key/value head, `[B, spec.Hkv]`.
-      in_clusters: Whether the program uses the instructions of clusters. With `in_clusters`,
+      in_clusters: Whether the program uses the instructions of clusters. If `in_clusters` is true,
         `refs.group` is the CTA's index in its cluster.
       warps: Function of a spec that returns the number of warps per CTA, a multiple of 4.
     """

@@ -12,7 +12,7 @@ Scores of a token are in its score row in shared memory, in stripes of 32 entrie
 
 Each lane has a column of the score row, and stores the best entry or the best two entries of its
 column in registers. To extract a winner, a warp finds the maximum over its lanes (`redux`), and the
-lowest entry among equal ones. After an extraction, all lanes read the winner's column again, one
+lowest entry among equal entries. After an extraction, all lanes read the winner's column again, one
 stripe each, to find the best remaining entry of the column. If a lane stores two entries, the
 column is read again only after both entries are extracted.
 
@@ -303,7 +303,7 @@ class _Columns(NamedTuple):
 
     @property
     def known(self) -> int:
-        """The number of best entries that a lane stores of its column."""
+        """The number of entries that a lane stores, the best entries of its column."""
         return 2 if self.of.stripes <= TWO_KNOWN else 1
 
     def best(self) -> list:

@@ -82,11 +82,11 @@ class Append(TokenWords, Spec):
 @described
 def append(spec: Append) -> Kernel:
     """Inputs: new keys and values `[N, Hkv, .]` of each branch, `page_table` int32 `[B, M]`,
-    `lengths` int32 `[B]`, and `starts` int32 `[B + 1]` if rows are `ragged`. With `means` the pages
-    of the raw keys and values follow. From the pages of raw tokens, the kernel reads only positions
-    that the call does not write.
+    `lengths` int32 `[B]`, and `starts` int32 `[B + 1]` if rows are `ragged`. If `means` is true,
+    the pages of the raw keys and values follow. From the pages of raw tokens, the kernel reads only
+    positions that the call does not write.
 
-    Outputs: the pages `[P, block, Hkv, .]` of each branch. With `means` the compressed pages
+    Outputs: the pages `[P, block, Hkv, .]` of each branch. If `means` is true, the compressed pages
     `[P, block / stride, Hkv, .]` follow. Slots that receive no token are unchanged.
     """
     pages = spec.pages, spec.block

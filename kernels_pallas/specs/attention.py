@@ -98,8 +98,8 @@ def forward(branch: str, spec: Any, inputs: dict[str, Array], **more: Array) -> 
 
 def dq(branch: str, spec: Any, inputs: dict[str, Array], before: bool = False) -> Kernel:
     """Describe a kernel that returns dq. The kernel's inputs are `inputs`, dO, the statistics of
-    query rows in tiles of `spec.stats_tile`, and the previous sum if `added` is true. With
-    `before`, dq is written into an existing array.
+    query rows in tiles of `spec.stats_tile`, and the previous sum if `added` is true. If `before`
+    is true, dq is written into an existing array.
     """
     out = spec.rows(spec.D)
     return Kernel.named(

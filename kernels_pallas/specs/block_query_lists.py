@@ -195,8 +195,8 @@ def fill_lists(spec: BlockQueryLists) -> Kernel:
     `[entries]`, undefined past the last entry:
 
     - the query tile of each entry;
-    - if `has_token_bits`, `(BLOCK_OFFSET_BIAS + first key of the block - first key of the tile)
-      << BLOCK_OFFSET_SHIFT` plus one bit per token of the query tile that selected the block.
+    - if `has_token_bits` is true, `(BLOCK_OFFSET_BIAS + first key of the block - first key of the
+      tile) << BLOCK_OFFSET_SHIFT` plus one bit per token of the query tile that selected the block.
     """
     names = ("query_list", "token_bits")[: 1 + spec.has_token_bits]
     return _kernel("fill_lists", spec, {"edges": spec.edges}, dict.fromkeys(names, spec.list))

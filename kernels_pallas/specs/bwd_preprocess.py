@@ -27,8 +27,8 @@ class RowStats(Spec):
     """Static sizes.
 
     A query tile has `tokens` tokens and `rows` rows. The first `tokens * group` rows are query
-    heads, and the other rows are padding. With `interval` each row has a first key. Without
-    `interval` the first key is 0.
+    heads, and the other rows are padding. If `interval` is true, each row has a first key. If
+    `interval` is false, the first key is 0.
     """
 
     B: int

@@ -357,14 +357,15 @@ def decode(spec: Decode) -> Kernel:
     - `compressed_key` `[pages, per_page, Hkv, D]` and `compressed_value`.
     - `selected_key` `[pages, block, Hkv, D]` and `selected_value`; `sliding_key` and
       `sliding_value`, which may be the same arrays.
-    - With `fp8`, all pages except `compressed_key` are float8_e4m3fn. With `fp8`, the next inputs
-      are float32 `compressed_value_scale` `[pages, Hkv, per_page]`, `selected_key_scale` `[pages,
-      Hkv, block]`, `selected_value_scale`, `sliding_key_scale` and `sliding_value_scale`.
+    - If `fp8` is true, all pages except `compressed_key` are float8_e4m3fn. If `fp8` is true, the
+      next inputs are float32 `compressed_value_scale` `[pages, Hkv, per_page]`,
+      `selected_key_scale` `[pages, Hkv, block]`, `selected_value_scale`, `sliding_key_scale` and
+      `sliding_value_scale`.
     - With `append`: `new_raw_key`, `new_raw_value`, `new_selected_key`, .. `[tokens, Hkv, .]`, the
       new tokens. The step writes the new tokens, and the means of the windows that the new tokens
       complete, to the pages. `raw_key` and `raw_value` are the pages of raw tokens, and may be the
       same arrays as `selected_key` and `selected_value`. A token without a page is not written.
-      With `fp8`, the kernel also reads `raw_key_scale` and `raw_value_scale`, and the rings
+      If `fp8` is true, the kernel also reads `raw_key_scale` and `raw_value_scale`, and the rings
       `recent_key` and `recent_value` `[rings, 2 l, Hkv, .]`. The ring of each row is in int32
       `slots` `[B]`.
 

@@ -237,7 +237,7 @@ def partials(spec: Dkv) -> Kernel:
       row_stats: The output of `specs.bwd_preprocess` in tiles of `query_tile`. With single
         tokens, a query tile has 8 rows, and the first G rows are used.
       work_items: int32 `[work_items, 8]`, or `[work_items, 16]` for intervals.
-      query_list: If `gathered`, int32 `[list_entries]`, the query tile of each entry. With
+      query_list: If `gathered` is true, int32 `[list_entries]`, the query tile of each entry. With
         `selection_entries`, an entry is `(token * Hkv + head) * selection_entries + slot`.
       token_bits: If `block`, int32 `[list_entries]`. The lower bits have one bit per token,
         which is set if the token selected the block. The upper bits are `(BLOCK_OFFSET_BIAS +

@@ -241,7 +241,7 @@ def dq(spec: IntervalAttention) -> Kernel:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32, the output of `bwd_preprocess` in tiles of `spec.tile.tokens` tokens, 64
         rows.
-      added: `[B, T, H, D]`, if `added` is true. With `before`, the last input is the array
+      added: `[B, T, H, D]`, if `added` is true. If `before` is true, the last input is the array
         `before`, to which dq is written, instead of `added`.
 
     Output:

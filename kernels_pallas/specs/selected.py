@@ -223,11 +223,11 @@ def forward(spec: SelectedAttention) -> Kernel:
       gate: float32 `[B, T, H]`, if `gated` is true.
       added: `[B, T, H, Dv]`, if `added` is true.
       key_mean: float32 `[B, Hkv, D]`, for keys in e4m3 (`specs/fp8.py`) if `added` is false.
-      gate_0: If `summed`, float32 `[B, T, H]`, the gate of the compressed branch.
-      gate_1: If `summed`, float32 `[B, T, H]`, the gate of the selected branch.
-      gate_2: If `summed`, float32 `[B, T, H]`, the gate of the sliding branch.
-      out_0: If `summed`, `[B, T, H, Dv]`, the output of the compressed branch.
-      out_2: If `summed`, `[B, T, H, Dv]`, the output of the sliding branch.
+      gate_0: If `summed` is true, float32 `[B, T, H]`, the gate of the compressed branch.
+      gate_1: If `summed` is true, float32 `[B, T, H]`, the gate of the selected branch.
+      gate_2: If `summed` is true, float32 `[B, T, H]`, the gate of the sliding branch.
+      out_0: If `summed` is true, `[B, T, H, Dv]`, the output of the compressed branch.
+      out_2: If `summed` is true, `[B, T, H, Dv]`, the output of the sliding branch.
 
     Outputs:
       out: `[B, T, H, Dv]`, which includes the array `added`. Rows without keys add 0.

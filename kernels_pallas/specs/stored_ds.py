@@ -82,8 +82,8 @@ def dq(spec: StoredDsQuery) -> Kernel:
     Inputs:
       key: `[B, S, Hkv, D]`.
       block_starts, block_counts: `starts` and `counts` of `tile_block_lists`, for this spec.
-      indices: int32 `[B, T, Hkv, n]`, the input of `tile_block_lists`. The inputs position and,
-        if `packed`, key_start, int32 `[B, T]`, are also those of `tile_block_lists`.
+      indices: int32 `[B, T, Hkv, n]`, the input of `tile_block_lists`. The inputs position and, if
+        `packed` is true, key_start, int32 `[B, T]`, are also those of `tile_block_lists`.
       ds_chunk: int32 `[64]`, with the first row and the first partial of the chunk.
       ds: The array ds of the rows in the chunk.
       added: `[B, T, H, D]`, if `added` is true.

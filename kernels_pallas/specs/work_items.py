@@ -7,7 +7,7 @@ CTAs have similar amounts of work. In `dkv` each work item writes a partial, and
 adds the partials of a tile in order.
 
 Tokens are divided into segments. Items of one segment run together and read the same queries,
-which therefore stay in L2. With `streams`, items of a segment that read the same queries are
+which therefore stay in L2. If `streams` is true, items of a segment that read the same queries are
 also neighbours in the table.
 
 | array   | shape              | content                                                     |
@@ -24,7 +24,8 @@ also neighbours in the table.
 | work items of lists with `halving`     | row, segment, tile, work item of the list        |
 | partials                               | row, tile, segment, work item of the list        |
 
-With `halving`, `ordered_work_items` sorts the work items of a segment by length if dS is stored.
+If `halving` is true and dS is stored, `ordered_work_items` sorts the work items of a segment by
+length.
 """
 
 import dataclasses
@@ -273,15 +274,17 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
 class WorkItems:
     """The work items of query lists, as static sizes.
 
-    Without `halving`, all segments have the same capacity and `segment` query tiles, a multiple of
-    the query tiles of a chunk. With `halving`, each segment, from the last to the first, is the
-    second half of the remaining tokens. The first segment has at least `segment` query tiles. With
-    `halving`, the lists of a segment have similar lengths. There is a single segment if `halving`
-    is true and `square` is false, since the last key to which a token attends is then not known.
+    If `halving` is false, all segments have the same capacity and `segment` query tiles, a multiple
+    of the query tiles of a chunk. If `halving` is true, each segment, from the last to the first,
+    is the second half of the remaining tokens. The first segment has at least `segment` query
+    tiles. If `halving` is true, the lists of a segment have similar lengths. There is a single
+    segment if `halving` is true and `square` is false, since the last key to which a token attends
+    is then not known.
 
     Attributes:
       lists: The query lists.
-      segment: Number of query tiles per segment. With `halving`, the minimum number of query tiles.
+      segment: Number of query tiles per segment. If `halving` is true, the minimum number of query
+        tiles.
       longest: Maximum number of entries of a work item.
       halving: Whether the tokens are divided into halves. `halving` is True for `dkv` and False for
         `gathered`.
@@ -360,10 +363,10 @@ class WorkItems:
 
     @cached_property
     def items(self) -> int:
-        """The distance in the table between the work items of two neighbouring rows. With
-        `halving`, a row's items are contiguous, and the distance is the number of the row's
-        items in all segments. Without `halving`, the distance is the number of the row's items
-        in one segment.
+        """The distance in the table between the work items of two neighbouring rows. If `halving`
+        is true, a row's items are contiguous, and the distance is the number of the row's items in
+        all segments. If `halving` is false, the distance is the number of the row's items in one
+        segment.
         """
         return sum(self.capacities) if self.halving else self.capacities[0]
 
@@ -385,8 +388,8 @@ class WorkItems:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the lists and of the segments. With `halving`, the sizes of each segment
-        are included, and the sizes of the last segment are repeated.
+        """The sizes of the lists and of the segments. If `halving` is true, the sizes of each
+        segment are included, and the sizes of the last segment are repeated.
         """
         lists = self.lists
         sizes = {

@@ -134,7 +134,7 @@ def partials(
       compressed_value: `[P, PAGE / COMPRESS_STRIDE, HEADS, .]`.
       sliding_key: `[P, PAGE, HEADS, .]`.
       sliding_value: `[P, PAGE, HEADS, .]`.
-      compressed_value_scale, ..: float32 `[P, HEADS, .]` of pages in fp8, read if `FP8`.
+      compressed_value_scale, ..: float32 `[P, HEADS, .]` of pages in fp8, read if `FP8` is true.
       page_table: int32 `[B, M]`.
       lengths: int32 `[B]`.
       splits: Number of splits of the compressed keys, for the longest row.

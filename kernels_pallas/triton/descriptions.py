@@ -150,8 +150,8 @@ def split_heads(
 ) -> TritonKernel:
     """Describe the launch that splits a projection into heads.
 
-    With `back` the launch joins the gradients of heads into the gradient of the projection. The
-    launch writes in place. `split_heads.split_heads` lists the arrays. For arrays that are not
+    If `back` is true, the launch joins the gradients of heads into the gradient of the projection.
+    The launch writes in place. `split_heads.split_heads` lists the arrays. For arrays that are not
     read, pass any array.
     """
     means = 0 if back else heads.means

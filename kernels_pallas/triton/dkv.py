@@ -46,7 +46,7 @@ def _over_queries(
 ):  # fmt: skip
     """Return dk / scale and dv of a tile, summed over the rows between the first and the last
     of four `edges`. Rows between the second and the third edge attend to the whole tile. Rows
-    belong to the tokens from `item` on or, if `LISTED`, to the entries of a query list.
+    belong to the tokens from `item` on or, if `LISTED` is true, to the entries of a query list.
 
     Args:
       tile: Keys and values `[KEYS, .]`.
@@ -122,7 +122,7 @@ def of_intervals(
         tile, then of the tokens that attend to all of its keys.
       scale_dk: The scale without log2(e).
       DIRECT: Whether there is one segment.
-      dk_out, dv_out: if `DIRECT`, `[B, S, HEADS, .]`; otherwise float32 partials
+      dk_out, dv_out: if `DIRECT` is true, `[B, S, HEADS, .]`; otherwise float32 partials
         `[programs, KEYS, .]`.
     """
     tiles = tl.cdiv(S, c.KEYS)

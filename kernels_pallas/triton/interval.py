@@ -89,8 +89,8 @@ def forward(
     Args:
       query: `[B, T, HEADS * GROUP, WIDTH]`; key, value: `[B, S, HEADS, .]`.
       first, last: int32 `[B, T]`: query `t` attends to the keys `first .. last - 1`.
-      gate: float32 `[B, T, H]`, read if `GATED`.
-      added: The same shape as `out`, read if `ADDED`.
+      gate: float32 `[B, T, H]`, read if `GATED` is true.
+      added: The same shape as `out`, read if `ADDED` is true.
       scale: Scale of the logits, times log2(e).
       out: `[B, T, H, VALUE_WIDTH]`: gate * O + added.
       lse: float32 `[B, T, H]`, natural.
@@ -112,9 +112,9 @@ def dq(
     Args:
       do: `[B, T, H, VALUE_WIDTH]`, the gradient of the gated output.
       lse, delta: float32 `[B, T, H]`; delta is rowsum(dO * O) without the gate.
-      gate, dlse: float32 `[B, T, H]`. The gate is read if `GATED`, and dlse, the gradient of lse,
-        is read if `LSE_GRAD`.
-      added: The same shape as `out`, read if `ADDED`.
+      gate, dlse: float32 `[B, T, H]`. The gate is read if `GATED` is true, and dlse, the gradient
+        of lse, is read if `LSE_GRAD` is true.
+      added: The same shape as `out`, read if `ADDED` is true.
       scale_dq: The scale without log2(e).
       out: `[B, T, H, WIDTH]`: dq + added.
     """

@@ -77,13 +77,13 @@ def append(
 ):  # fmt: skip
     """Append tokens. Programs: N * HEADS. `new` and `pages` are tuples with keys and values of
     the selected branch, of the sliding branch, and of the raw tokens of the compressed branch.
-    Without `SEPARATE`, the last four entries are equal to the first two.
+    If `SEPARATE` is false, the last four entries are equal to the first two.
 
     Args:
       page_table: int32 `[B, M]`.
       lengths: int32 `[B]`.
-      starts: int32 `[B + 1]`, read if `RAGGED`.
-      slots: int32 `[B]`, read if `SLOTS`.
+      starts: int32 `[B + 1]`, read if `RAGGED` is true.
+      slots: int32 `[B]`, read if `SLOTS` is true.
       new: `[N, HEADS, .]`, the new tokens.
       pages: `[P, PAGE, HEADS, .]`.
       compressed: keys and values `[P, PAGE / COMPRESS_STRIDE, ..]`.

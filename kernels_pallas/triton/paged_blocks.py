@@ -78,7 +78,7 @@ def scores(
         `stride` keys.
       page_table: int32 `[B, M]`.
       lengths: int32 `[B]`. Each row has `queries` queries.
-      rows, positions: int32 `[tokens]`, read if `RAGGED`.
+      rows, positions: int32 `[tokens]`, read if `RAGGED` is true.
       most: Capacity of a row's table in tokens.
       blocks: The maximum number of blocks of the tokens.
       out: float32 `[tokens, HEADS or 1, blocks]`; written if a key is seen.

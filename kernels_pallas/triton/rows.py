@@ -137,7 +137,8 @@ def store_attention(out, lse, gate, added, row, mask, state, c):
 @triton.jit
 def start(c, BACK):
     """Return the initial sums of a query-stationary loop. In the forward pass the sums are the
-    state of `softmax_step`. If `BACK`, the sum is dq without the scale, which is the sum of dS K.
+    state of `softmax_step`. If `BACK` is true, the sum is dq without the scale, which is the sum of
+    dS K.
     """
     if BACK:
         return tl.full([c.ROWS, columns(c.WIDTH)], 0.0, tl.float32)
@@ -160,8 +161,8 @@ def load_tile(key, value, skip, at, inner, c, BACK):
 
 @triton.jit
 def product(rows, tile, scale, c, BACK):
-    """Return S = scale Q K^T in base 2. If `BACK`, return dS = P * (g dP - (g delta - dlse)).
-    `rows` has the rows of the query, or is the result of `rows_back`.
+    """Return S = scale Q K^T in base 2. If `BACK` is true, return dS = P * (g dP - (g delta -
+    dlse)). `rows` has the rows of the query, or is the result of `rows_back`.
     """
     keys, values = tile
     if BACK:

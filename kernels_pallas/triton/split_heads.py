@@ -77,8 +77,8 @@ def _normed(x, norm, eps, WIDTH):
 def _head(arrays, heads, norm, inside, row, mean_row, turning, WIDTH, TURN, GROUP, c):
     """Copy a head of some tokens, which is at `inside` in the projection, to rows `row` of `heads`.
 
-    With `NORMS` and `TURN` the head is normalised by `norm`. With `TURN` the head is rotated if
-    `turning` is true.
+    If `NORMS` and `TURN` are true, the head is normalised by `norm`. If `TURN` and `turning` are
+    true, the head is rotated.
 
     In the backward pass, compute the gradient of the head in the projection from the gradient of
     the rows of `heads`. If a mean of `GROUP` heads was computed, the gradient includes a share of
@@ -136,15 +136,15 @@ def split_heads(
       projection: `[count, ROW]`, read; if `BACK` the gradient, written.
       heads: A tuple of query, three keys, three values, mean, gates, written; if `BACK` their
         gradients, read, with `sin` of the opposite angle.
-      query_norm: `[WIDTH]`, read if `NORMS`.
-      key_norm: `[WIDTH]`, read if `NORMS`.
+      query_norm: `[WIDTH]`, read if `NORMS` is true.
+      key_norm: `[WIDTH]`, read if `NORMS` is true.
       given: If `NORMS` and `BACK`, the projection that was split.
       partials: If `NORMS` and `BACK`, gradients of the norms' weights `[tiles of tokens, heads of
         query and keys, WIDTH]`.
       cos: float32 `[count, WIDTH / 2]`.
       sin: float32 `[count, WIDTH / 2]`.
       count: Number of tokens.
-      eps: Number that is added to mean(x^2), read if `NORMS`.
+      eps: Number that is added to mean(x^2), read if `NORMS` is true.
     """
     query, mean, gates = heads[0], heads[7], heads[8]
     # The number of pairs of a branch and a key/value head.

@@ -92,7 +92,7 @@ def kernels_of_layer(
     compresses: bool = True,
     **layer: Any,
 ) -> list[Kernel]:
-    """Return the kernels for the calls of a layer, without repetitions. With `gradients`, the
+    """Return the kernels for the calls of a layer, without repetitions. If `gradients` is true, the
     kernels of calls with gradients are included.
 
     Args:

@@ -207,7 +207,8 @@ class ListSizes(NamedTuple):
     Attributes:
       entries: The maximum number of entries.
       items: The maximum number of work items. Every tile has at least one work item.
-      packed: Whether sequences may begin at any key. With `packed`, a block may be in two tiles.
+      packed: Whether sequences may begin at any key. If `packed` is true, a block may be in two
+        tiles.
     """
 
     tiles: int
