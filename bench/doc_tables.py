@@ -252,7 +252,7 @@ def of_lines(name: str, **options: str) -> str:
 
 
 def first_call(device: str) -> str:
-    """Return the last measurement of `bench.first_call`, with the target."""
+    """Return the last measurement of `bench.first_call`, together with its target."""
     stage = {line["stage"]: line for line in lines_of("kernel_log/first_call.jsonl", device)}
     lengths = stage["lengths"]
     more = (lengths["after_all_mib"] - lengths["longest_alone_mib"]) * 2**20 / 1e6

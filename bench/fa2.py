@@ -5,8 +5,8 @@
     python -m bench.fa2 --S_list=1024,8192,32768 --w_list=512 --path=dense
     python -m bench.fa2 --sliding_kernel=fa2 --log=timing
 
-Each row has three implementations, which are compared with the reference before any time is
-measured:
+Each row has these three implementations. All of them are compared with the reference before any
+time is measured:
 
 - `masked` is one `scaled_dot_product_attention` with the whole boolean mask `[T, S]`, which is
   built before the time measurement.

@@ -25,9 +25,9 @@ probabilities of the same tokens without a cache. The script prints for each ste
     --old trainer   p(old) is the trainer's probability before the first update, so that the first
                     ratio is 1. The weight p(old) / p(sampler), at most 2, corrects the gap
 
-docs/determinism.md states when to use each value of --old. The exit status is 1 if a gap is above
---max_gap, or if the mean reward of the last quarter of the steps is less than 0.1 above the reward
-before the first update. The script needs the extra `hf` and transformers 5.19.
+docs/determinism.md states when to use each value of --old. The exit status is 1 if a gap exceeds
+the value of --max_gap, or if the mean reward of the last quarter of the steps is less than 0.1
+above the reward before the first update. The script needs the extra `hf` and transformers 5.19.
 """
 
 import argparse

@@ -25,8 +25,8 @@ Lifetime: these rules determine which object keeps which memory alive.
   JAX's output  A torch alias keeps the array alive, but XLA does not know torch's streams. Once
                 the alias is dropped, the next XLA program may reuse the array's memory while a
                 queued torch kernel still reads the array. Drop an alias only after the kernels
-                that read the alias have finished. If you cannot wait for these kernels, request a
-                copy: `to_torch(array, copy=True)` clones on the current stream into torch's
+                that read the alias have finished. If you cannot wait for these kernels, request
+                a copy: `to_torch(array, copy=True)` clones on the current stream into torch's
                 memory, and keeps the array until an event shows that the clone has run.
 
 Mutation: JAX arrays are immutable, so never write to the torch alias of a JAX array. Do not write

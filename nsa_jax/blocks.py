@@ -42,18 +42,18 @@ def block_attention(
     """Compute causal attention of each query to the key blocks in its list. One softmax covers
     the keys of all blocks in the list.
 
-    Block `j` contains the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's
-    sequence. A query attends to the tokens of its listed blocks at or before its own position.
-    The queries are the last `T` of the `S` tokens. Query, key and value receive gradients through
-    the output and through the log-sum-exp. On `mosaic` and `triton` the gradients are
-    deterministic, since sums have a fixed order. Arguments that also exist in
-    `jax.nn.dot_product_attention` have the same names.
+    Block `j` contains the tokens `range(j * block_size, (j + 1) * block_size)` of the query's
+    sequence. A query attends to the tokens of its listed blocks at or before its own position. The
+    queries are the last `T` of the `S` tokens. Query, key and value receive gradients through the
+    output and through the log-sum-exp. On `mosaic` and `triton` the gradients are deterministic,
+    since sums have a fixed order. Arguments that also exist in `jax.nn.dot_product_attention` have
+    the same names.
 
     Args:
       query: `[B, T, H, D]`, floating point.
       key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
       block_indices: int32 `[B, T, G, n]`. `G` is the number of lists per token and divides `H`.
-        List `g` serves the query heads `g * H / G .. (g + 1) * H / G - 1`. `G` is a divisor of
+        List `g` serves the query heads `range(g * H / G, (g + 1) * H / G)`. `G` is a divisor of
         `Hkv`, often 1, or a multiple of `Hkv`. If `G` is a multiple of `Hkv`, keys and values are
         repeated. The entries of a list may have any order, and negative entries are empty. Blocks
         after the query's own block, or beyond the last key, are masked. A list must not contain a
@@ -82,8 +82,8 @@ def block_attention(
       The output `[B, T, H, Dv]` in the dtype of `query`. The output is 0 for a query that attends
       to no key. With `return_residual` the function also returns the natural log-sum-exp `[B, T,
       H]` in float32. The log-sum-exp is -inf for a query that attends to no key. To add an
-      attention sink with logit `s`, compute `out * sigmoid(lse
-      - s)`.
+      attention sink with logit `s`, compute
+      `out * sigmoid(lse - s)`.
 
     Raises:
       ValueError: Shapes or dtypes do not fit, or a list contains a block twice. Outside traced

@@ -54,8 +54,9 @@ def index_blocks(
 
     Args:
       index_query: `[B, T, Hi, Di]`, floating point; the queries are the last `T` tokens.
-      index_key: `[B, S', Di]`, one key head. Key `r` represents the tokens `entry * r .. entry
-        * r + entry - 1`. Only queries at or after token `entry * r + entry - 1` use key `r`.
+      index_key: `[B, S', Di]`, one key head. Key `r` represents the tokens
+        `range(entry * r, entry * (r + 1))`. Only queries at or after the last token of key `r` use
+        this key.
       pool: number of index keys per block. A block has `pool * entry` tokens.
       num_selected: `n`, the maximum number of blocks per query, including those that
         `num_initial` and `num_local` force.
@@ -243,7 +244,7 @@ def indexer_kl(
         `block_attention` and `sliding_attention` return it. A value of -inf means that the query
         has no keys, and that its loss is 0.
       index_query, index_key: `[B, T, Hi, Di]`, `[B, S, Di]`. Index head `h` learns from the query
-        heads `h * H / Hi ..`.
+        heads `range(h * H / Hi, (h + 1) * H / Hi)`.
       block_indices: int32 `[B, T, Hi or 1, n]`, as in `block_attention`; None means all keys.
       block_size: tokens per block, if `block_indices` are given.
       scale: factor of the attention's logits; None means `D**-0.5`.

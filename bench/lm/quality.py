@@ -24,8 +24,8 @@ degrees of freedom. Losses are in nats per token. The table has these columns:
   text.
 
 A verdict needs at least five pairs of runs. Differences must be within these limits. For the
-columns `new` and `end` the upper bound of 95 % must be within the limit, and for other columns the
-mean:
+columns `new` and `end`, the upper bound of 95 % must be within the limit. For other columns, the
+mean must be within the limit.
 
 - `new` and `end` may exceed the losses of dense attention by at most 0.3 %.
 - `far` may exceed the loss of dense attention by at most 1 %.

@@ -2,8 +2,7 @@
 computes attention. The other operator convolves keys (`step.py`).
 
 A block has `select_block` tokens of one layer. vLLM passes all blocks of a layer as `[B, Hkv,
-N, C]`. The C elements per token and key/value head are memory for all data that NSA stores per
-token:
+N, C]`. The C elements per token and key/value head hold all data that NSA stores about a token:
 
     C = 3 (D + Dv) + (D + Dv) / d     keys and values of three branches, compressed ones; 1
                                       instead of 3 if the branches share keys and values
