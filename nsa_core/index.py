@@ -181,7 +181,7 @@ def blocks_at(
 def blocks_of_pages(
     ops: ArrayOps, over_queries: Callable[..., Any], query, pages, paged, index: Index
 ):
-    """Compute `paged_index_blocks` on the gathered keys of all rows."""
+    """Compute the result of `paged_index_blocks` from the keys of all rows, gathered from pages."""
     (page_table, lengths, starts), count = paged, query.shape[0]
     batch, columns = page_table.shape
     lengths = lengths.clip(None, columns * pages.shape[1] * index.entry)

@@ -90,8 +90,9 @@ class LayerSpec:
         are the constants 0, 1, 0 without weights, and only the selected branch contributes to the
         output.
       gate_hidden: hidden width of the MLP of "sigmoid" and "softmax"; None means `d_k // 2`.
-      gate_bias: initial biases of "head" for compressed, selected and sliding; None means
-        (-2, 2, 2). `gate_bias` does not affect which checkpoints a layer loads.
+      gate_bias: initial biases of the gates of "head", for the compressed, the selected and the
+        sliding branch; None means (-2, 2, 2). `gate_bias` does not affect which checkpoints a layer
+        loads.
       gate_temp: temperature by which the logits of the gates are divided.
       rope_base: base of the rotary embedding of query and key heads. The columns `2i` and `2i + 1`
         are rotated by `position / rope_scale * rope_base**(-2i/d_k)`.

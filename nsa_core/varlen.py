@@ -361,8 +361,7 @@ def _query_tiles(ops, start, end, *, capacity, tokens):
 
 
 def _last_before(ops, starts, at):
-    """For each entry of `at`, find the last entry of `starts` that is less than or equal to the
-    entry.
+    """For each number in `at`, find the last entry of `starts` that is at most this number.
 
     Sequences without keys are never found.
     """

@@ -156,7 +156,7 @@ def _stat(lane: Lane, warp: Any, r: int) -> Any:
 
 def told(lane: Lane, kind: int) -> list[Words]:
     """Read the statistics of all warps, and return the maximum and 1 / sum over the cluster for
-    the lane's rows. For a row without keys, return 0 as 1 / sum.
+    the lane's rows. For a row without keys, return 0 instead of 1 / sum.
     """
     m, spec, found = lane.m, lane.spec, []
     count = spec.cluster_warps // 4

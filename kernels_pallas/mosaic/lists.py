@@ -19,7 +19,7 @@ in any order.
 One warp builds the block list of a tile. For each sequence of the tile's tokens, and each window of
 `WINDOW` blocks of the sequence, the warp does these steps:
 
-- Clear the bitmap in shared memory, one word per block and 32 tokens.
+- Clear the bitmap in shared memory, which has one word per block and 32 tokens.
 - For every entry of the selection, set the bit of the entry's token.
 - Compact 32 blocks at a time, with a lane per block. A vote finds the blocks with a bit. The number
   of votes of lower lanes is the index of a lane's block in the list.

@@ -13,10 +13,10 @@ over chunks of blocks, and in each chunk over steps of 64 blocks. A step has one
 the `ratio` phases of its blocks. Each chunk ends with the top-k of its scores. In unpacked rows
 with a single chunk, a tile whose tokens select all their candidate blocks needs no product.
 Tile: 64 query rows per warpgroup, from `64 // heads` tokens. The query rows are the left operand
-and stay in registers, so a product reads only keys from shared memory. With both operands in shared
-memory, the traffic would double. With 16 heads each warp has one token, and with fewer heads 2 to 8
-tokens. Once per step, lanes exchange values to sum over heads. The warpgroups share the ring buffer
-of keys and refill it in turn.
+and stay in registers, so a product reads only keys from shared memory. If both operands were in
+shared memory, the traffic from shared memory would double. With 16 heads each warp has one token.
+With fewer heads each warp has 2 to 8 tokens. Once per step, lanes exchange values to sum over
+heads. The warpgroups share the ring buffer of keys and refill it in turn.
 
 An SM runs four warpgroups at 128 registers per thread, or three if four would spill registers. Some
 warpgroups multiply while another warpgroup computes probabilities. The kernel for up to 16 heads is
@@ -639,8 +639,8 @@ def best_blocks_kq(kernel: Kernel):
 
         def store(scores_s, place, sums, add=False):
             """Add up the 8 columns of each token's array in `sums`, and write the 64 totals to
-            the token's score row. With `add` the totals are added to the contents of the score
-            row.
+            the token's score row. If `add` is true, the totals are added to the contents of the
+            score row.
             """
             for t, folded in enumerate(sums):
                 blocks = scores_s.at[t, pl.ds(place, ROWS)]
@@ -656,8 +656,8 @@ def best_blocks_kq(kernel: Kernel):
             place = i * ROWS - chunk_begin
 
             def one_phase(phase, carry):
-                """Add times * P to own and (cover - times) * P to next for one phase, during
-                the product of the next phase.
+                """For one phase, add times * P to own and (cover - times) * P to next, during the
+                product of the next phase.
                 """
                 logits, *own = carry
                 times = jnp.minimum(spec.cover, r - phase)

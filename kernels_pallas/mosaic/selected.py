@@ -89,8 +89,8 @@ def tile_is_gathered(block_counts, tile, index, gather_limit: int):
     """Return whether `specs/gathered.py` computes the far blocks of a tile.
 
     The far blocks are gathered if the block list of the previous tile is longer than
-    `gather_limit`. The tile's own list cannot decide, since it includes blocks of later tokens, on
-    which an output must not depend.
+    `gather_limit`. The tile's own list cannot decide, since this list includes blocks of later
+    tokens, and no output may depend on later tokens.
 
     Args:
       block_counts: int32 `[lists, 6]`, the array of all tiles.

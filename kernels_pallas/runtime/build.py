@@ -66,7 +66,7 @@ def progress(waited_for: bool = False) -> Progress | None:
 def build(
     kernels: Sequence[Kernel], jobs: int | None = None, progress: Progress | None = None
 ) -> Iterator[tuple[int, Built | RuntimeError]]:
-    """Build `kernels` in `jobs` processes, by default one per processor.
+    """Build `kernels` in `jobs` processes, by default with one process per processor.
 
     Yields:
       For each kernel, in the order of completion: its index in `kernels`, and its machine code

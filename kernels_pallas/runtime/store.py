@@ -206,8 +206,8 @@ class Store:
         return layer in noted or (not noted and bool(self._files(self.folder, False)))
 
     def entries(self) -> list[Entry]:
-        """Return the files of stored kernels. Presets come first, and then the most recently
-        used files.
+        """Return the files of stored kernels. Presets come first. Other files follow, most recently
+        used first.
         """
         presets = self._files(self._presets, True) if self._presets else []
         return [*presets, *self._files(self.folder, False)]

@@ -82,7 +82,7 @@ class Append(TokenWords, Spec):
 @described
 def append(spec: Append) -> Kernel:
     """Inputs: new keys and values `[N, Hkv, .]` of each branch, `page_table` int32 `[B, M]`,
-    `lengths` int32 `[B]`, and `starts` int32 `[B + 1]` if rows are `ragged`. If `means` is true,
+    `lengths` int32 `[B]`, and `starts` int32 `[B + 1]` if `ragged` is true. If `means` is true,
     the pages of the raw keys and values follow. From the pages of raw tokens, the kernel reads only
     positions that the call does not write.
 

@@ -245,7 +245,7 @@ def partials(spec: Dkv) -> Kernel:
       ds_chunk: With `selection_entries`, the chunk of rows as in `stored_ds`. The index of a
         partial is counted from the first partial of the chunk.
 
-    Outputs, only those that `spec` wants: dk_partials, float32 `[count, tile_keys, D]`;
+    Outputs that `spec` requests: dk_partials, float32 `[count, tile_keys, D]`;
     dv_partials, float32 `[count, tile_keys, Dv]`. `count` is the number of work items for
     lists, and `interval_partials` for intervals. An empty work item writes no partial. With
     `stored_rows`, ds is a further output.

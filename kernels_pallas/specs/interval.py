@@ -77,8 +77,8 @@ class IntervalAttention(AttentionSizes):
 
     @cached_property
     def registers(self) -> tuple[int, int]:
-        """The number of registers per thread in a consumer warpgroup, and the number in the
-        producer warpgroup.
+        """The numbers of registers per thread in a consumer warpgroup and in the producer
+        warpgroup.
         """
         if self.consumers == 3:
             return 160, 32
@@ -236,8 +236,8 @@ def dq(spec: IntervalAttention) -> Kernel:
     separate kernel computed each sum. With `first_row` and `end_row`, only the rows `first_row
     .. end_row - 1` of an existing array are written.
 
-    The first inputs are the first five inputs of `forward`. With `second_keys`, the keys,
-    values, bounds and `row_stats` of the second interval come next. The further inputs are:
+    The first inputs are the first five inputs of the kernel `forward`. With `second_keys`, the
+    keys, values, bounds and `row_stats` of the second interval come next. The further inputs are:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32, the output of `bwd_preprocess` in tiles of `spec.tile.tokens` tokens, 64
         rows.

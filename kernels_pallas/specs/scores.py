@@ -175,7 +175,8 @@ def best_blocks(spec: Scores) -> Kernel:
       query: `[B, T, H, D]`.
       key: `[B, blocks, ratio, Hkv, D]`, the compressed keys. Each sequence begins with a new block.
       lse: float32 `[B, T, H]`, natural, -inf if a query has no keys.
-      key_begin: int32 `[B * tiles, rows]`, the first key `ratio * block + phase` of each row.
+      key_begin: int32 `[B * tiles, rows]`, the index `ratio * block + phase` of the first key of
+        each row.
       key_end: int32 `[B * tiles, rows]`, the end of the keys of each row.
       own_block: int32 `[B * tiles, score_rows]`, each token's own block, counted from the begin of
         its sequence. -1 is padding.

@@ -250,7 +250,7 @@ def dq(spec: SelectedAttention) -> Kernel:
     shift includes the gate. The arrays shift and delta are in `row_stats`
     (`specs/bwd_preprocess.py`).
 
-    The first inputs are the first seven inputs of `forward`. The further inputs are:
+    The first inputs are the first seven inputs of the kernel `forward`. The further inputs are:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32 `[B, Hkv, dkv's query tiles, rows, 4]`, the output of `bwd_preprocess`
         for `dkv`. The query tiles of `dkv` (`stats_tile`) may differ from the tiles of this

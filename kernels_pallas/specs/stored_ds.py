@@ -5,10 +5,10 @@
 The array `ds` is `[rows * T * n, group_rows, 64]`. At index (row * T + token) * n + slot, `ds` has
 dS for the heads of the group and the keys of the block in a slot of the token's selection.
 
-`group_rows` is G, which is at least 8, rounded up to 8, 16, 32 or 64. The 2 KB of 16 heads and a
-block are stored in the order of registers (`mosaic/stored_ds.py`). The memory of a slot is not
-written if the slot is empty or if the token does not attend to the block. A token must not select a
-block twice, since only one of the block's two slots would be written.
+`group_rows` is G, which is at least 8, rounded up to 8, 16, 32 or 64. The numbers of 16 heads and a
+block (2 KB) are stored in the order of registers (`mosaic/stored_ds.py`). The memory of a slot is
+not written if the slot is empty or if the token does not attend to the block. A token must not
+select a block twice, since only one of the block's two slots would be written.
 
 Rows of `[B, Hkv]` are processed in chunks, since ds of all rows is 8.6 GB at B=1 T=65536 Hkv=4 n=16
 G=16. The array `ds_chunk`, int32 `[64]`, has the first row of a chunk at index 0, and the index of

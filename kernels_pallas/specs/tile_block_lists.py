@@ -11,10 +11,11 @@ each tile `[B, Hkv, tiles]`:
 | `members` | `[words, entries]` | bit `i % 32` of word `i // 32`: token i selected the block |
 | `counts`  | `[6]`              | `specs.selected.BlockCounts`                               |
 
-The members of a block are the tokens that selected the block. The first block of a list that ends
-after the last key of one of its members, and all later blocks, need a mask by key. Block 0, the
-block with the tile's first token, the block before that block, and all later blocks are near. All
-other blocks are far. After the last block of a list, `starts` and `members` are zero.
+The members of a block are the tokens that selected the block. A block needs a mask by key if it
+ends after the last key to which one of its members may attend. All later blocks of the list are
+masked too. Block 0, the block with the tile's first token, the block before that block, and all
+later blocks are near. All other blocks are far. After the last block of a list, `starts` and
+`members` are zero.
 """
 
 from kernels_pallas.kernel import Array, Kernel, described, int32

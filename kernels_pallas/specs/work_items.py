@@ -421,9 +421,9 @@ def dkv_work_items(
     first_query: int | None = None,
     gap: int = 0,
 ) -> WorkItems:
-    """Return the work items of the selected branch in `dkv`. `most` is the maximum number of
-    entries of a work item. `items` is the same as in `entries_of_item`. `first_query` and `gap` are
-    the same as in the class `WorkItems`.
+    """Return the work items of the kernel `dkv` for the selected branch. `most` is the maximum
+    number of entries of a work item. `items` is the same as in `entries_of_item`. `first_query` and
+    `gap` are the same as in the class `WorkItems`.
     """
     longest = min(entries_of_item(lists.entries, items), most)
     return WorkItems(lists, MIN_SEGMENT, longest, True, first_query, gap)

@@ -1,6 +1,6 @@
 """Computes the gated sum of the branches, and delta = rowsum(dO * O) of each branch.
 
-The gated sum and delta are bound by the bandwidth of HBM.
+HBM bandwidth limits the kernels of the gated sum and of delta.
 
 out = sum_c gate[c] * O_c    delta_c = rowsum(dO * O_c) = dg_c
 """

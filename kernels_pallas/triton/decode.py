@@ -2,11 +2,12 @@
 row.
 
 In the launch `partials`, a program has one row, one key/value head, and one split of the compressed
-keys or of the window. A program of `partials` stores the logits of the compressed keys for the
-scores, and the maximum, the sum and the unnormalised output of the split. In the launch `finish`, a
-program has one query of one key/value head, and one part of the query's selected blocks. A program
-of `finish` scores all blocks, selects the best, attends to the blocks of its part and adds the
-outputs of some splits. The last program of a query and key/value head adds up the parts.
+keys or of the window. A program of the launch `partials` stores the logits of the compressed keys
+for the scores, and the maximum, the sum and the unnormalised output of the split. In the launch
+`finish`, a program has one query of one key/value head, and one part of the query's selected
+blocks. A program of the launch `finish` scores all blocks, selects the best blocks, attends to the
+blocks of its part and adds the outputs of some splits. The last program of a query and key/value
+head adds up the parts.
 
 The kernels use split-K. A split has a fixed number of keys, so the order of sums depends only on
 the length of a row, and not on the batch or the page table. The step is bandwidth bound. Compressed

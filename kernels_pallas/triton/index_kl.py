@@ -247,8 +247,8 @@ def kl_gradients(
       index_query, index_key, targets, position, order, ..: as in `kl_entries`.
       index_lse, mass: Outputs of `kl_loss`. `grad`, float32 `[B, T, INDEX_HEADS]`, is the
         gradient of the loss.
-      query_partials: `[B, T, INDEX_HEADS, N, WIDTH]`, for a loss gradient of 1, written for
-        listed blocks.
+      query_partials: `[B, T, INDEX_HEADS, N, WIDTH]`, computed for a loss gradient of 1, and
+        written only for listed blocks.
       key_partials: float32 `[B * INDEX_HEADS * items, BLOCK, WIDTH]`.
     """
     program = tl.program_id(0)

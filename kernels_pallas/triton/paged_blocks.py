@@ -246,8 +246,8 @@ def digits(
         least selected score are counted.
       now_known: int32 `[tokens * LISTS, 2]`: the higher bits of the least selected score, and the
         number of blocks with these bits that are selected.
-      before: int32 `[tokens * LISTS, PARTS]`: number of blocks whose higher bits are larger. The
-        first launch does not write `before`.
+      before: int32 `[tokens * LISTS, PARTS]`: number of blocks whose higher bits exceed the higher
+        bits of the least selected score. The first launch does not write `before`.
     """
     places = lengths, rows, positions, queries, most
     item, part, _, order = _part(scores, blocks, places, c)
@@ -326,8 +326,8 @@ def partials(
     Args:
       query: `[tokens, PAIRS * GROUP, WIDTH]`; key, value: `[P, PAGE, HEADS, .]`, whose pages have
         a distance of `key_stride` and `value_stride` tokens.
-      lists: int32 `[tokens, SCOPES, N]`; with `TAIL` the query also attends to its own block if
-        that block is not complete. Other arguments are as in the kernel `scores`.
+      lists: int32 `[tokens, SCOPES, N]`; if `TAIL` is true, the query also attends to its own block
+        if that block is not complete. Other arguments are as in the kernel `scores`.
       maxima: float32 `[tokens * PAIRS * GROUP, PARTS]`.
       sums: float32 `[tokens * PAIRS * GROUP, PARTS]`.
       outputs: float32 `[tokens * PAIRS * GROUP, PARTS, VALUE_WIDTH]`.

@@ -29,8 +29,8 @@ HEADS = 128  # maximum number of heads per group, which must fit in one tile of 
 
 
 class Tiling(NamedTuple):
-    """The numbers of query rows and keys per tile, of warps per program, and of stages of its
-    loop.
+    """The numbers of query rows and keys per tile, of warps per program, and of stages of the
+    program's loop.
     """
 
     rows: int
