@@ -50,12 +50,12 @@ LEAST_WEIGHT = 0.5
 
 
 def plant(inputs: problems.Inputs, position: int, config) -> problems.Inputs:
-    """Return the inputs with the needle at `position`, a last query that points to the needle,
-    and gates of 1.
+    """Return inputs in which the needle is at `position`, the last query points to the needle, and
+    all gates are 1.
 
     The query has the norm `sqrt(D)`, like noise, so that logits of noise have the variance 1. The
-    needle has the norm `2 l`. A compressed token contains only an `l`-th of the needle, which must
-    still differ clearly from noise.
+    needle has the norm `2 l`. A compressed token contains only an `l`-th of the needle, and this
+    part must still differ clearly from noise.
     """
     width, dtype = inputs.query.shape[-1], inputs.query.dtype
     look = jax.random.normal(jax.random.key(position), (width,), jnp.float32)

@@ -144,8 +144,8 @@ def greedy(flags: argparse.Namespace, **more: Any) -> GenerationConfig:
 
 
 def serve(flags: argparse.Namespace, name: str) -> dict[str, float]:
-    """Measure one run. The measurements are seconds, tokens per second, and milliseconds to
-    tokens."""
+    """Measure one run. The measurements are seconds, tokens per second, and the milliseconds until
+    the first token and between two tokens."""
     torch.manual_seed(0)
     with torch.device(flags.device):
         lm = NSAForCausalLM(configuration(flags, "dense" if name == "dense" else "nsa"))

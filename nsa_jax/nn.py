@@ -80,8 +80,8 @@ GATE_START = nnx.initializers.variance_scaling(0.01, "fan_avg", "uniform")
 
 
 class Gate(nnx.Module):
-    """Computes three gates per key/value group from the mean query of the group. The module
-    maps `[B, T, Hkv, D]` to `[B, T, Hkv, 3]`.
+    """Computes three gates per key/value head from the mean of the query heads of this key/value
+    head. The module maps `[B, T, Hkv, D]` to `[B, T, Hkv, 3]`.
     """
 
     def __init__(self, spec: LayerSpec, **factory: Any):

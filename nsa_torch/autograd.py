@@ -113,7 +113,7 @@ def _define(kind, function, count, shapes, floats=0, returned=1, **facts: Any) -
 
 
 def _branch_step(branch: str, *words: str) -> Callable[..., Any]:
-    """Return the function of a branch to which `dispatch.py` refers. `words` are the names of the
+    """Return the function to which `dispatch.py` refers for a branch. `words` are the names of the
     function's tensors in `nsa_jax`.
     """
     kind, name = f"branch_attention/jax/{branch}", f"{branch}_attention"

@@ -108,7 +108,7 @@ def define(name: str, run, shapes, backward=None, **attributes) -> None:
 
 
 def step_of_kind(kind: str, without_lse: str | None = None) -> Callable[..., Any]:
-    """Return the function of a step to which `dispatch.py` refers. The function runs calls of the
+    """Return the function to which `dispatch.py` refers for a step. The function runs calls of the
     kind `kind`, or calls of the kind `without_lse` if the log-sum-exp is not needed.
     """
     selects = kind.startswith("select_blocks")

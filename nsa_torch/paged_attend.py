@@ -70,12 +70,12 @@ def paged_attention(
     Query `j` of a row with `q` queries is at position `lengths - q + j`. Call the function `append`
     before this function, or pass the new tokens to this function. On `mosaic`, one launch appends
     the tokens and attends, for rows of up to 8 tokens. The launch requires that compressed tokens
-    are means and that `cu_seqlens_q` is None. In a launch that also appends, no row may begin with
-    pages that another row fills. The output of a row is bitwise independent of the other rows. The
-    output is 0 for rows of length 0 and for tokens that belong to no row. If the page table names a
-    page that does not exist, the call raises an error on a CPU or under `nsa_core.debug`. On a GPU
-    without `debug`, an entry beyond the pool of pages is clamped to the pool. A length beyond the
-    page table is clamped to the table's capacity.
+    are means and that `cu_seqlens_q` is None. In a launch that also appends tokens, no row may
+    begin with pages that another row fills. The output of a row is bitwise independent of the other
+    rows. The output is 0 for rows of length 0 and for tokens that belong to no row. If the page
+    table names a page that does not exist, the call raises an error on a CPU or under
+    `nsa_core.debug`. On a GPU without `debug`, an entry beyond the pool of pages is clamped to the
+    pool. A length beyond the page table is clamped to the table's capacity.
 
     Args:
       query: `[N, H, D]`, the queries of all rows, one row after the other.

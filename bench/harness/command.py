@@ -221,7 +221,7 @@ class Results:
         self.rows: list[Values] = []
 
     def keep(self, made: Sequence[Record], beside: bool = False) -> None:
-        """Write records. `beside` means that the records are only baselines of other rows."""
+        """Write records. `beside=True` means that the records are only baselines of other rows."""
         records.append(self.path, made)
         self.done += made
         if beside:

@@ -4,7 +4,7 @@ the peak rates of devices, with which impossible times are detected.
 Assumptions:
   - A visible (query, key) pair costs `2 D` FLOPs for the logit and `2 Dv` for the value. The
     softmax, the gates, the compression and the top-n are not counted.
-  - The selected branch reads `min(n, existing blocks)` blocks, including the query's own
+  - The selected branch reads `min(n, existing blocks)` blocks, including the query's own block
     (`num_local >= 1`). Of the query's own block, only the keys up to the query count.
   - Backward consists of five products with `3 * 2 D + 2 * 2 Dv` FLOPs per (query, key) pair: the
     logits once more, dV, dP, dQ and dK. The selection of blocks has no gradient.

@@ -148,7 +148,8 @@ def in_form(form: str, runner, job: Job, settings) -> Job:
 
 def label(chosen: Choices) -> str:
     """Return the name of the implementation that all steps share. If the steps have different
-    implementations, return the four names in order."""
+    implementations, return the names of the implementations of the four steps, in the order of the
+    steps."""
     return joined(choice.implementation for choice in chosen)
 
 

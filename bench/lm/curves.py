@@ -116,7 +116,8 @@ def verdicts(
 
 
 def run_table(lines: Sequence[Line]) -> list[dict[str, str]]:
-    """Return a table with the end of each run and the number of its devices."""
+    """Return a table of the runs, with the results at the end of each run and the number of its
+    devices."""
     curves, ends = losses(lines), last(lines, Summary)
     found = [
         dataclasses.asdict(h)

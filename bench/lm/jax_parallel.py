@@ -157,7 +157,7 @@ class Layout:
         only if `data_only` is true.
 
         If XLA summed the gradient of each weight, XLA would copy the gradients into buffers of 30
-        MB before each all-reduce, and back afterwards.
+        MB before each all-reduce, and would copy the gradients back afterwards.
         """
 
         def local(params, *inputs):
