@@ -258,9 +258,10 @@ class Registry:
         the implementations of all other steps are chosen automatically.
 
         A `Branches` of names has no entry for the step `scores`. Scores run on the implementation
-        of the selected branch if it supports scores. If that implementation does not support
-        scores, scores run on the first implementation that does. A single name for all branches
-        also applies to the step `scores`, if the named implementation has this step.
+        of the selected branch if it supports scores. If the implementation of the selected branch
+        does not support scores, scores run on the first implementation that supports scores. A
+        single name for all branches also applies to the step `scores`, if the named implementation
+        has this step.
         """
         if step is not None and step not in ROUNDED:
             problem = problem._replace(config=problem.config.of_sizes)

@@ -14,9 +14,9 @@ base 2. Importance is p of the compressed strips, summed over heads.
 | K sliding     | computes S2 of sliding keys, while the numbers of other CTAs arrive              |
 | exchange 1    | pushes importance by block, and maximum and sum of the sliding branch            |
 | top-n         | selects among all blocks in each CTA, without an exchange                        |
-| V, K selected | adds V of the compressed and sliding branch, and computes S2 of selected keys    |
+| V, K selected | adds P V of the compressed and sliding branch, and computes S2 of selected keys  |
 | exchange 2    | pushes maximum and sum of the selected branch                                    |
-| V selected    | adds V of the selected branch                                                    |
+| V selected    | adds P V of the selected branch                                                  |
 | exchange 3    | adds up the outputs of all warps and CTAs                                        |
 
 S2 is stored in shared memory. After the top-n, strips of the selected branch keep the ring buffer

@@ -58,7 +58,7 @@ class RowStats(Spec):
 
 @described
 def row_stats(spec: RowStats) -> Kernel:
-    """Inputs, float32 `[B, T, H]` except the bounds of keys `key_end` and `first_key`:
+    """Inputs, as float32 `[B, T, H]` except for `key_end` and `first_key`:
 
       lse: Natural log-sum-exp of a branch, -inf if a query has no keys.
       delta: delta_c = rowsum(dO * O_c).

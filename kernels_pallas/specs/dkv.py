@@ -66,9 +66,9 @@ class Dkv(AttentionSizes):
       block: Number of keys per selection block, if list entries have token bits. Token bits
         state the start of the block, and the tokens of the query tile that selected the block.
         `block=0` means that all tokens of an entry selected all keys of the tile.
-      single_token: Whether a list entry is one token. If not, an entry is several neighbouring
-        tokens that one copy moves. Single tokens are possible for groups of up to
-        `ROW_STATS_MIN_ROWS` query heads.
+      single_token: Whether a list entry is one token. If `single_token` is false, a list entry is
+        several neighbouring tokens that one copy moves. Single tokens are possible for groups of up
+        to `ROW_STATS_MIN_ROWS` query heads.
       want_dk: Whether the kernel computes dk.
       want_dv: Whether the kernel computes dv.
       selection_entries: Number of blocks per token of the selection to which list entries refer by

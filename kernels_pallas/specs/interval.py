@@ -229,7 +229,7 @@ def forward(spec: IntervalAttention) -> Kernel:
 @described
 def dq(spec: IntervalAttention) -> Kernel:
     """Describe the kernel that computes dQ = added + scale dS K with dS = gP * (dP - delta), the
-    gradient of `forward`'s query.
+    gradient of the query of `forward`.
 
     With `second_keys` the gradient of a second interval is added. The second interval has its
     own keys, values, bounds and statistics. The sum over each interval is rounded, as if a

@@ -136,7 +136,7 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
 
 
 def _staying(ops, merge, spec):
-    """Return the kernel `merge` for an output that already has values. The returned kernel does
+    """Return the kernel `merge` for an output that already has contents. The returned kernel does
     not change rows without gathered blocks.
     """
     stays = ops.parts_stay and ops.writes_in_place(merge(spec))
