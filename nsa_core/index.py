@@ -197,9 +197,9 @@ def blocks_of_pages(
 
 class Teacher(NamedTuple):
     """The attention heads from which index heads learn. The attention heads attend to all keys or
-    to listed blocks. There are `pairs = max(Hi, Hkv)` pairs of a key/value head and an index
-    head. Pair `p` has the `heads` query heads that start at `p * heads`, and the key/value head
-    `p * Hkv // pairs`.
+    to listed blocks. There are `pairs = max(Hi, Hkv)` pairs, each of one key/value head and one
+    index head. Pair `p` has the `heads` query heads that start at `p * heads`, and the key/value
+    head `p * Hkv // pairs`.
     """
 
     index_heads: int

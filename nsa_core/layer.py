@@ -263,7 +263,7 @@ class LayerSpec:
 
     @property
     def key_values(self) -> list[tuple[str, str]]:
-        """The projections of keys and values: one pair per branch, or one pair for all."""
+        """The projections of keys and values: one pair per branch, or one pair for all branches."""
         if not self.separate:
             return [("W_K", "W_V")]
         return [(f"W_K_{branch}", f"W_V_{branch}") for branch in ("cmp", "sel", "win")]

@@ -99,7 +99,7 @@ class Yarn:
         return _mixed(rate, 1 - (pair - first) / (last - first), self.factor)
 
     def _pair(self, turns: float, base: float, count: int) -> float:
-        """Return the index of the pair that turns `turns` times in the original length.
+        """Return the index of the pair of columns that turns `turns` times in the original length.
 
         The index may be fractional.
         """

@@ -280,7 +280,7 @@ def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
 def pair(
     given, name: str = "compressed", what: str = "arrays, compressed keys and values"
 ) -> tuple[Any, Any]:
-    """Check that `given` is a pair with one entry for keys and one for values."""
+    """Check that `given` is a pair, with one entry for keys and one entry for values."""
     if not isinstance(given, tuple | list) or len(given) != 2:
         got = f"{len(given)} of them" if isinstance(given, tuple | list) else None
         raise ValueError(f"{name} must be a pair of {what}, got {got or type(given).__name__}")

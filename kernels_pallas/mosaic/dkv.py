@@ -27,12 +27,12 @@ consumer. When the consumers have released a stage of the ring buffer, the produ
 with a query tile of 64 rows. Only steps at both ends of an interval are masked. A consumer skips
 the steps in which no query attends to the consumer's 64 keys.
 
-Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products per pair: compressed 8.8 TFLOP =
-8.9 ms, sliding 2.2 TFLOP. The compressed and the sliding branch are bound by products that read
-their operands from shared memory. A step of two warpgroups needs 2048 cycles of the tensor cores.
-In 2048 cycles, shared memory moves 192 KB to the tensor cores (1536 cycles), 32 KB of copies (256
-cycles) and statistics (256 cycles). If K and V fit in registers (D + Dv <= 128), products read a
-third less from shared memory.
+Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products per pair of query and key:
+compressed 8.8 TFLOP = 8.9 ms, sliding 2.2 TFLOP. The compressed and the sliding branch are bound by
+products that read their operands from shared memory. A step of two warpgroups needs 2048 cycles of
+the tensor cores. In 2048 cycles, shared memory moves 192 KB to the tensor cores (1536 cycles), 32
+KB of copies (256 cycles) and statistics (256 cycles). If K and V fit in registers (D + Dv <= 128),
+products read a third less from shared memory.
 
 Query lists, for the selected branch: A CTA is one warpgroup with 64 keys. A step has 64 query rows,
 which are several query tiles. As soon as all warps have read a stage, the four warps start the

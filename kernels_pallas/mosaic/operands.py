@@ -99,7 +99,7 @@ class Buffers(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether a column is a pair in e4m3 (`fp8.py`)."""
+        """Whether a column is a pair of numbers in e4m3 (`fp8.py`)."""
         return self.dtype == jnp.int16
 
     @property

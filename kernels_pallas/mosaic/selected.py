@@ -263,7 +263,7 @@ def _loop_blocks(spec: SelectedAttention, refs, tile: TilePlace) -> LoopBlocks:
 
 
 def _store_total(spec: SelectedAttention, refs, tile: TilePlace, result) -> None:
-    """Store the sum of the branches' outputs times their gates.
+    """Store the sum over the branches of the output times the gate.
 
     As in `combine.gated_sum`, the outputs are added in the order of branches. `result` is the
     output of the selected branch. The copy of `result` from the query's tile to memory may still be

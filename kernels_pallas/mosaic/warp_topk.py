@@ -393,8 +393,8 @@ def _take(warp, hits, known, values, entries):
 
 
 def _sums_of_heads(warp, pairs, lane, sharing: int):
-    """Sum pairs of columns over `sharing` lanes at a distance of 4. Each lane keeps the sums of
-    one of every `sharing` pairs.
+    """Sum pairs of columns over `sharing` lanes at a distance of 4. Of every `sharing` pairs, each
+    lane keeps the sums of one pair.
     """
     distance = 4
     while distance < 4 * sharing:

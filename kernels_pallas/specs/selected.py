@@ -208,10 +208,11 @@ def forward(spec: SelectedAttention) -> Kernel:
     Inputs:
       query: `[B, T, H, D]`.
       key: `[B, S, Hkv, D]`.
-      value: `[B, S, Hkv, Dv]`. If keys are in pages, keys and values are `[1, S, Hkv, .]`, and
-        these inputs follow: page_table: int32 `[B * pages]`, the pages of each row. lengths: int32
-        `[B]`, the number of keys of each row. last_key: `[B, block, Hkv, D]`, the last page of each
-        row, which has finite numbers after
+      value: `[B, S, Hkv, Dv]`. If keys are in pages, key and value are `[1, S, Hkv, .]`, and these
+        inputs follow:
+        page_table: int32 `[B * pages]`, the pages of each row.
+        lengths: int32 `[B]`, the number of keys of each row.
+        last_key: `[B, block, Hkv, D]`, the last page of each row, which has finite numbers after
           the keys of the row.
         last_value: `[B, block, Hkv, Dv]`, the last page of each row, like `last_key`.
       block_starts: int32 `[B, Hkv, tiles, entries]`, the block list of each tile, by first key.
