@@ -197,7 +197,7 @@ def shapes(
     have. `fp8_rows` is the number of rows of an fp8 cache.
 
     Raises:
-      ValueError: A size is not a positive int, or an argument has another type.
+      ValueError: A size is not a positive int, or an argument has a wrong type.
       NotImplementedError: `config` has a `compute_dtype`.
     """
     validate.configuration(config)

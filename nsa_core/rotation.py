@@ -140,8 +140,9 @@ def scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
 
 
 def _mixed(rate: Any, kept: Any, factor: float) -> Any:
-    """Interpolate between `rate` for `kept` >= 1 and `rate / factor` for `kept` <= 0. The
-    operations round as in transformers, since dense models were trained with these rates.
+    """Return `rate` for `kept` >= 1 and `rate / factor` for `kept` <= 0, and interpolate in
+    between. The operations round as in transformers, since dense models were trained with these
+    rates.
     """
     kept = kept.clip(0, 1)
     return rate / factor * (1 - kept) + rate * kept

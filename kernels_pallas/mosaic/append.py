@@ -5,8 +5,8 @@ token. A token at position `i d + l - 1` ends a window of `l` tokens, and the to
 this window. The lane reads tokens of this call from the inputs, since other warps may not have
 written these tokens to pages yet. The lane reads tokens of earlier calls from their pages.
 Tile: 32 words per warp, four warps per CTA; no shared memory. Bound: latency. A decode step of 8
-rows moves about 16 KB. On average one of `d` rows completes a window per step, and then reads `l`
-tokens.
+rows moves about 16 KB. On average one of `d` rows completes a window per step, for which `l` tokens
+are read.
 """
 
 from typing import Any

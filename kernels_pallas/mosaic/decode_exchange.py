@@ -12,7 +12,7 @@ branches.
 |----------|-----------------------------------------------------------------------------------|
 | 0        | maximum and sum of the compressed branch                                          |
 | 1        | maximum and sum of the sliding branch                                             |
-| 1        | for each block, sums over the block's slots for itself and for the previous block |
+| 1        | for each block, the parts of the scores of the block and of the previous block    |
 | 2        | maximum and sum of the selected branch                                            |
 | 3        | parts of the output                                                               |
 

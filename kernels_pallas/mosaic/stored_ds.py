@@ -4,9 +4,9 @@ The kernel `dkv` writes dS.
 
 `dkv` has dS^T `[64 keys, 64 rows]` in registers as the left operand of a product. The dq kernel
 needs dS `[64 rows, 64 keys]` as a left operand. A warp has 16 rows of a left operand, as matrices
-of 8 x 8. In `dkv`, a warp's 16 keys and 16 query rows are four matrices of 8 x 8, which `movmatrix`
-transposes. After the transposition, a lane has eight numbers that one lane of the dq kernel needs.
-The lane stores the eight numbers with one instruction. A slot of a token is
+of 8 x 8. In `dkv`, a warp's numbers for 16 keys and 16 query rows are four matrices of 8 x 8, which
+`movmatrix` transposes. After the transposition, a lane has eight numbers that one lane of the dq
+kernel needs. The lane stores the eight numbers with one instruction. A slot of a token is
 `[group_rows / 16, 4, 32, 8]`:
 
 | axis | index                                              |

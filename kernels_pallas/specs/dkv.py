@@ -281,12 +281,12 @@ def partials(spec: Dkv) -> Kernel:
 def merge(spec: Dkv) -> Kernel:
     """Describe the kernel that adds up the partials of each tile of keys, which gives dk and dv.
 
-    Inputs are the outputs of `partials`, and `first` and `count`, int32 `[B * Hkv * key_tiles]`.
-    For each tile of keys, `first` has the index of the tile's first partial, and `count` has the
-    number of the tile's partials. With `stored_rows` there are two more inputs: `ds_chunk`, and
-    `before`, the gradient (dk or dv) that the kernel updates in place. Only the rows of `[B, Hkv]`
-    in the chunk are written, and all other rows keep their contents. Outputs are dk `[B, S, Hkv,
-    D]` and dv `[B, S, Hkv, Dv]`, or only one of dk and dv.
+    Inputs are the outputs of the kernel `partials`, and the int32 arrays `first` and `count` `[B *
+    Hkv * key_tiles]`. For each tile of keys, `first` has the index of the tile's first partial, and
+    `count` has the number of the tile's partials. With `stored_rows` there are two more inputs:
+    `ds_chunk`, and `before`, the gradient (dk or dv) that the kernel updates in place. Only the
+    rows of `[B, Hkv]` in the chunk are written, and all other rows keep their contents. Outputs are
+    dk `[B, S, Hkv, D]` and dv `[B, S, Hkv, Dv]`, or only one of dk and dv.
     """
     by_tile = int32(spec.B * spec.Hkv * spec.key_tiles)
     inputs = spec.partials | {"first": by_tile, "count": by_tile}

@@ -4,8 +4,8 @@ A tile of queries loops over the tile's block list.
 
 A tile is gathered if the block list of the previous tile is longer than `gather_limit`. For a
 gathered tile, the kernels of this module loop only over the near blocks, which the tile's tokens
-share. The kernels of `specs/gathered.py` add the far blocks. Near blocks are block 0, the block
-before the block of the tile's first token, and all later blocks. All other blocks are far.
+share. The kernels of `specs/gathered.py` add the far blocks. If b is the block of the tile's first
+token, near blocks are block 0 and the blocks from b - 1 on. All other blocks are far.
 """
 
 import dataclasses

@@ -13,9 +13,8 @@ each tile `[B, Hkv, tiles]`:
 
 The members of a block are the tokens that selected the block. A block needs a mask by key if it
 ends after the last key to which one of its members may attend. All later blocks of the list are
-masked too. Block 0, the block with the tile's first token, the block before that block, and all
-later blocks are near. All other blocks are far. After the last block of a list, `starts` and
-`members` are zero.
+masked too. If b is the block of the tile's first token, block 0 and the blocks from b - 1 on are
+near. All other blocks are far. After the last block of a list, `starts` and `members` are zero.
 """
 
 from kernels_pallas.kernel import Array, Kernel, described, int32

@@ -13,7 +13,7 @@ query-stationary loop would read the `BLOCK` keys of the block per entry.
 | `kl_targets`      | t and sum t of each entry (query, slot)                                      |
 | `kl_entries`      | max z, sum exp(z - max z) and sum t (log t - z) of each entry, with logits z |
 | `kl_loss`         | log-sum-exp of z, sum t and L of each query, summed over all slots           |
-| `kl_gradients`    | products of dS with the keys of a block per entry, and with the queries      |
+| `kl_gradients`    | per entry, products of dS with the keys of the block; products with queries  |
 | `kl_query_sums`   | sums of the products with keys, in the order of slots                        |
 | `index_key_merge` | sums of the products with queries, in the order of entries                   |
 

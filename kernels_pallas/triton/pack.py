@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
 
 def tile(longest: int, width: int, heads: int = 0) -> Tile:
-    """Return the tile of the gathers and of `add_ranges`, at most 8192 elements.
+    """Return the tile of `gather_ranges`, `gather_rows` and `add_ranges`, at most 8192 elements.
 
     The number of columns is the largest power of two that divides `width`. For example, a width of
     192 is processed as three times 64 columns, so that no lane is idle. A divisor below 32 is not

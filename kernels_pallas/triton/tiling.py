@@ -114,10 +114,10 @@ def choose(
     itemsize: int,
     capability: tuple[int, int],
 ) -> Tiling | None:
-    """Return the largest tiles up to the given bounds that fit, or None. If operands are in
-    shared memory, the number of stages leaves room for two programs per multiprocessor, or for
-    three programs with 16 rows. On an H100 several programs are up to twice as fast as one
-    program with more stages.
+    """Return the largest tiles that fit and are within the given bounds, or None. If operands are
+    in shared memory, the number of stages leaves room for two programs per multiprocessor, or for
+    three programs with 16 rows. On an H100 several programs are up to twice as fast as one program
+    with more stages.
 
     Args:
       kernel: forward, dq or dkv.

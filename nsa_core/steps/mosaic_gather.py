@@ -3,8 +3,8 @@
 The module supports both frameworks.
 
 A tile of queries usually loops over all blocks of the tile's block list. For a gathered tile, the
-loop has only the near blocks (`kernels_pallas.specs.selected`): block 0, the block before the block
-of the tile's first token, and all later blocks. The gathering kernel
+loop has only the near blocks (`kernels_pallas.specs.selected`): block 0 and the blocks from b - 1
+on, where b is the block of the tile's first token. The gathering kernel
 (`kernels_pallas.specs.gathered`) processes the other blocks of a gathered tile, which are called
 far blocks. A tile is gathered if the block list of the previous tile is long, since adjacent tiles
 select similar blocks. The tile's own list cannot decide, since no output may depend on later
