@@ -42,8 +42,8 @@ def launch(
         earlier by the function `prepare`.
       tensors: One tensor for each of `kernel.inputs`, with the same dtype and number of
         elements, in any shape. All tensors must be contiguous, start at a multiple of 256 bytes,
-        and be on one Hopper GPU. If gradients are on, no tensor may require a gradient, since
-        nothing is recorded for autograd.
+        and be on one Hopper GPU. No tensor may require a gradient, except under
+        `torch.no_grad()`, since a launch records nothing for autograd.
       out: One tensor or None for each of `kernel.outputs`, under the same rules as inputs. An
         output must not overlap any other tensor of the call. As an exception, the first outputs of
         an `in_place` kernel may be its last inputs. Outputs that are None are allocated. If `out`

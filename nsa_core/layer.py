@@ -393,8 +393,8 @@ class LayerSpec:
         if not stated and missing:
             raise ValueError(
                 f"{' and '.join(missing)} must be passed to the layer's constructor to load "
-                f"weights without a record of them, got no {where!r}; checkpoints of the seed have "
-                "gate='softmax' (docs/seed.md)"
+                f"weights without a record of them, got no {where!r}; checkpoints of the seed "
+                "system have gate='softmax' (docs/seed.md)"
             )
         for name in sorted({*KIND, *stated}) if stated else ():
             ours = str(getattr(self, name)) if name in KIND else "no such name"

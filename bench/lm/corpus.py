@@ -105,7 +105,7 @@ class Wheels:
             raise ValueError(f"{min(both)} must be in train or in held_out, got both")
         if self.file_bytes[0] > self.file_bytes[1]:
             raise ValueError(
-                f"file_bytes must begin with the smaller number, got {self.file_bytes}"
+                f"file_bytes must be two numbers, the smaller one first, got {self.file_bytes}"
             )
 
     @property

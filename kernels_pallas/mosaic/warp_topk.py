@@ -303,7 +303,7 @@ class _Columns(NamedTuple):
 
     @property
     def known(self) -> int:
-        """The number of entries that a lane stores, the best entries of its column."""
+        """How many of the best entries of its column a lane stores."""
         return 2 if self.of.stripes <= TWO_KNOWN else 1
 
     def best(self) -> list:

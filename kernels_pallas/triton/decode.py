@@ -405,7 +405,7 @@ def _load_shared(at, mask, other):
 
 @triton.jit
 def _merge_parts(gates, out, parts, item, row, number, real, c):
-    """Compute out = sum of `part_added` + gate * selected."""
+    """Store `out = part_added[0] + .. + part_added[PARTS - 1] + gate * selected` for each row."""
     PARTS: tl.constexpr = c.PARTS
     part_maxima, part_sums, part_outputs, part_added = parts
     most = tl.full([c.GROUP_ROWS], float("-inf"), tl.float32)

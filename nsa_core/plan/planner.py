@@ -60,7 +60,9 @@ class PlanOps(ArrayOps):
         self._own: set[int] = set()
 
     def _refused(self, *arguments, **options):
-        raise TypeError("a step may compute with arrays only in nsa_core.array_ops.derived")
+        raise TypeError(
+            "a step must not compute with arrays, except inside of nsa_core.array_ops.derived"
+        )
 
     arange = cast = contiguous = take_rows = searchsorted = sort = pad_end = _refused
 

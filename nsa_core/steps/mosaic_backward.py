@@ -43,8 +43,8 @@ from nsa_core.varlen import Capacity
 
 
 class NumpyOps:
-    """The operations of `nsa_core.array_ops.ArrayOps` with which bounds and work items of intervals
-    are computed. During tracing, `NumpyOps` applies the operations to NumPy arrays, for results
+    """The operations of `nsa_core.array_ops.ArrayOps` that compute the bounds and the work items of
+    intervals. During tracing, `NumpyOps` applies the operations to NumPy arrays, for results
     that depend only on sizes.
     """
 
