@@ -405,7 +405,7 @@ def cached(query, key, value, cache, config, compress_params, scale) -> None:
     own = key.sliding is not key.selected or value.sliding is not value.selected
     if own and cache.sliding_key is None:
         raise ValueError(
-            "key and value must be one array for the selected and sliding branches of this "
-            "cache, got Branches; make the cache with init_cache(separate=True)"
+            "the selected and the sliding branch of this cache have the same keys and values, got "
+            "Branches; init_cache(separate=True) makes a cache with keys and values per branch"
         )
     phi_pair(compress_params, key.compressed, value.compressed, config, "compress_params")

@@ -552,7 +552,8 @@ def all_steps(
       key, value: Keys and values by branch. The compressed field is not read if `compressed` is
         given.
       compressed: `(k_cmp, v_cmp)`. `compressed=None` means that compressed tokens are means.
-      assume_finite: Whether keys and values to which no query attends are finite, as in a cache.
+      assume_finite: Whether all keys and values are finite, also those to which no query
+        attends. In a cache, all keys and values are finite.
         For finite keys and values, the operator makes no copy with zeros.
       recompute: Whether the backward pass computes the branches again, so that the forward pass
         does not save their outputs.

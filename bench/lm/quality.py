@@ -19,7 +19,8 @@ degrees of freedom. Losses are in nats per token. The table has these columns:
 - `recall`, `copied`: the gain in loss from an earlier passage (`bench.lm.recall`). A separate table
   has `copied` by the distance of the passage.
 - `hit / chance`: how often a selection contains the block that a copy continues, by layer.
-- `found / unread`: the hits of the head that finds copies best, and its hits with another text.
+- `found / unread`: how often the best head selects the block of a copied passage, and how often
+  it selects this block if another text replaces the passage.
 - `seen`: how often a run sees its text. A run that sees its text several times can memorize the
   text.
 

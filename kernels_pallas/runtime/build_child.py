@@ -210,7 +210,7 @@ class Map(NamedTuple):
 
 
 def unpacked(packed: bytes) -> Iterator[Map]:
-    """Return the tensor maps in a parameter."""
+    """Return the tensor maps that a parameter of a kernel contains."""
     for start in range(0, len(packed), cubin.MAP_BYTES):
         base, *rest = struct.unpack_from("<10Q5H11B", packed, start)
         kind, rank, *others = rest[19:]

@@ -186,7 +186,9 @@ class Decode(Spec):
 
     @cached_property
     def scales_at(self) -> int:
-        """Offset of a strip's scales in a stage. The scales follow the tokens of the strip."""
+        """Offset of a strip's scales in a stage. In memory, the scales
+        are after the tokens of the strip.
+        """
         return STRIP * max(self.D, self.Dv)
 
     @cached_property

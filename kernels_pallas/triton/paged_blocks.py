@@ -3,8 +3,8 @@
 | kernel     | work of a program                                                             |
 |------------|-------------------------------------------------------------------------------|
 | `scores`   | writes the maximum score of some keys of one query, a word per block and head |
-| `best`     | finds the least selected score of one list bit by bit, and writes the list    |
-| `digits`   | finds a few more bits of the least selected score, for a part of a list       |
+| `best`     | finds the lowest selected score of one list bit by bit, and writes the list    |
+| `digits`   | finds a few more bits of the lowest selected score, for a part of a list       |
 | `chosen`   | writes the selected blocks of a part, after the blocks of earlier parts       |
 | `partials` | attends to `SPLIT` keys of listed blocks, for one query and key/value head    |
 | `merge`    | adds the parts of one query and key/value head                                |
@@ -243,11 +243,11 @@ def digits(
         bits. Other arguments are as in the kernel `scores`.
       out: int32 `[tokens * LISTS, PARTS, 2**BITS]`: For each value of the bits from `SHIFT` on, the
         number of blocks of a part with this value. Only blocks with the same higher bits as the
-        least selected score are counted.
-      now_known: int32 `[tokens * LISTS, 2]`: the higher bits of the least selected score, and the
+        lowest selected score are counted.
+      now_known: int32 `[tokens * LISTS, 2]`: the higher bits of the lowest selected score, and the
         number of blocks with these bits that are selected.
       before: int32 `[tokens * LISTS, PARTS]`: number of blocks whose higher bits exceed the higher
-        bits of the least selected score. The first launch does not write `before`.
+        bits of the lowest selected score. The first launch does not write `before`.
     """
     places = lengths, rows, positions, queries, most
     item, part, _, order = _part(scores, blocks, places, c)

@@ -325,9 +325,7 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
 
     @functools.wraps(add)
     def add_request(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add a request of a server, after the checks that `generate_batch` makes for its
-        requests.
-        """
+        """Check a request of a server as `generate_batch` checks its requests, and add it."""
         check_tokens("input_ids", input_ids, config.vocab_size)
         return add(input_ids, *args, **kwargs)
 

@@ -25,8 +25,8 @@ class StepGraph:
 
     A graph reads the weights at the addresses that they had during capture. The graph also
     repeats all choices that Python code made during capture, such as adapters and their scaling,
-    kernels and modes. If the address of a weight or a choice of Python code changes, make another
-    `StepGraph`. Each call of `generate` makes its own graph.
+    kernels and modes. If a weight moves to another address, or if Python code takes another
+    branch, make another `StepGraph`. Each call of `generate` makes its own graph.
 
     Args:
       model: an `NSAForCausalLM` on one CUDA device.
