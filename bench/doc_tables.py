@@ -344,14 +344,23 @@ def quality_table(part: str, steps: str = "") -> str:
     return table(quality.head(part), wanted)
 
 
-def _kind(setting: str, run: str, seeds: str) -> quality.Kind:
-    """Return the recorded runs of a variant; `seeds` is as in `experiment`."""
-    found = {
+def _recorded(setting: str, run: str, seeds: str = "") -> dict[str, list[train_log.Line]]:
+    """Return the lines of each recorded run of a variant; `seeds` is as in `experiment`."""
+    return {
         str(path): train_log.read(path)
         for path in sorted(DEVICE.parent.glob(f"*/quality/{setting}/{run}-*.jsonl"))
         if not seeds or path.stem.rpartition("-")[2] in seeds.split(",")
     }
-    return quality.kind_of(run, found)
+
+
+def _kind(setting: str, run: str, seeds: str) -> quality.Kind:
+    return quality.kind_of(run, _recorded(setting, run, seeds))
+
+
+def _ends(setting: str, run: str) -> list[train_log.Summary]:
+    """Return the last line of each recorded run of a variant."""
+    lines = [x for each in _recorded(setting, run).values() for x in each]
+    return [x for x in lines if isinstance(x, train_log.Summary)]
 
 
 def experiment(name: str, runs: str = "", seeds: str = "") -> str:
@@ -377,8 +386,7 @@ def solved(setting: str, runs: str) -> str:
     """
     found, distances = [], list(map(str, DISTANCES[:-1]))
     for run in runs.split(","):
-        for path in sorted(DEVICE.parent.glob(f"*/quality/{setting}/{run}-*.jsonl")):
-            (end,) = (x for x in train_log.read(path) if isinstance(x, train_log.Summary))
+        for end in _ends(setting, run):
             found.append((run, [(end.records_at or {})[x] for x in distances]))
     return render.filled("solved.md.jinja", found=found, distances=distances)
 
@@ -448,8 +456,7 @@ def needle_picture(old: str) -> str:
     """Return `docs/needle.svg`."""
     found = {}
     for run, label in NEEDLE_RUNS.items():
-        (path,) = DEVICE.parent.glob(f"*/quality/52m_8k_tasks/{run}-7.jsonl")
-        (end,) = (x for x in train_log.read(path) if isinstance(x, train_log.Summary))
+        (end,) = _ends("52m_8k_tasks", run)
         found[label] = end.needle or {}
     return drawn(old, found, lambda: plots.needles(found, tasks.NEEDLE_DEPTHS))
 
