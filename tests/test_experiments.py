@@ -14,12 +14,14 @@ from bench.lm import (
     checkpoint,
     corpus,
     experiments,
+    full,
     log,
     measures,
     parallel,
     quality,
     selection,
     spec,
+    torch_lm,
 )
 from nsa_torch import NSAAttention
 from tests import commands, pretend
@@ -163,12 +165,11 @@ def test_variants_of_the_model(changes, tmp_path):
     assert measures.loss(learner, batch) == measures.loss(again, batch)
     with pytest.raises(NotImplementedError, match="must be 0 for the JAX model"):
         learner_of(tmp_path, todo, framework="jax")
-    if "selection_loss" in changes:
-        message = "selection_loss must be 0 on several devices"
-        with pytest.raises(NotImplementedError, match=message):
+    for name in {*changes} & {"selection_loss", "full_share", "alignment"}:
+        with pytest.raises(NotImplementedError, match=f"{name} must be 0 on several devices"):
             learner_of(tmp_path, todo, parallel.Parallel("ddp", 2))
         packed = batch._replace(segment_ids=np.zeros(batch.tokens.shape, np.int32))
-        with pytest.raises(NotImplementedError, match="selection_loss must be 0 for packed"):
+        with pytest.raises(NotImplementedError, match=f"{name} must be 0 for packed"):
             measures.loss(learner, packed)
 
 
@@ -176,6 +177,94 @@ def test_variants_of_the_model(changes, tmp_path):
 def test_variants_of_a_model_that_are_refused(attention, change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(task(attention).model, **change)
+
+
+def test_phases_of_a_training():
+    model, training = task("nsa").model, dataclasses.replace(task("nsa").training, steps=200)
+
+    def phases(seed=0, **changes):
+        at = dataclasses.replace(training, seed=seed)
+        spec = dataclasses.replace(model, **changes)
+        return np.array([spec.phase(step, at) for step in range(200)]).T
+
+    assert (phases() == [[False], [True]]).all()
+    assert (phases(full_share=0.1)[0] == (np.arange(200) < 20)).all()
+    assert (phases(selection_from=0.25)[1] == (np.arange(200) >= 50)).all()
+    aligned, other = phases(alignment=1)[0], phases(seed=1, alignment=1)[0]
+    assert 70 < aligned.sum() < 130 and (aligned != other).any()
+    assert (aligned == phases(alignment=1)[0]).all()
+
+
+@pytest.mark.parametrize("kv", ["separate", "shared"])
+def test_a_full_layer_is_a_layer_that_selects_every_block(kv):
+    torch.manual_seed(0)
+    sizes = SIZES | dict(n_heads=4, n_kv_groups=2, kv=kv, gate="head", phi="avg")
+    layer = NSAAttention(**sizes, implementation="reference")
+    every = NSAAttention(**sizes | {"n_sel": 100}, implementation="reference")
+    every.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 100, 16)
+    whole, sparse = every(x)[0], layer(x)[0]
+    assert not torch.allclose(whole, sparse, atol=1e-3)
+    for is_full, expected in ((True, whole), (False, sparse)):
+        for aligned in (False, True):
+            out, loss = full.attend(layer, x, is_full, aligned)
+            torch.testing.assert_close(layer.out(out.flatten(2)), expected)
+            assert (loss is not None) == aligned
+    heads = [full.attend(layer, x, is_full)[0] for is_full in (True, False)]
+    near = (heads[0] - heads[1]).abs()
+    assert loss is not None and near.max() < 1  # smooth_l1 is half the square there
+    torch.testing.assert_close(loss, near.square().mean())
+    grads = torch.autograd.grad(loss, layer.W_V_sel.weight if kv == "separate" else layer.W_V.weight)
+    assert all(x.abs().max() > 0 for x in grads)
+
+
+def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
+    """A model with a teacher, beside loops over the attention of a dense layer."""
+    torch.manual_seed(0)
+    todo = task("nsa")
+    dense, _ = learner_of(tmp_path, dataclasses.replace(todo, model=todo.model.dense()))
+    for block in dense.model.blocks:  # otherwise attention is nearly uniform
+        block.attention.W_Q.weight.data *= 30
+    config, tokens = todo.model.layer.config, torch.randint(256, (2, 100))
+    found = dense.model.best_blocks(tokens, config)[0]
+    layer = dense.model.blocks[0]
+    x = torch.nn.functional.embedding(tokens, dense.model.embedding)
+    position = torch.arange(100).expand(2, 100)
+    query, key, *_ = layer.attention.project(layer.norm_attention(x), position)
+    query, key = query.detach().numpy(), key.detach().numpy()
+    groups = query.shape[2] // key.shape[2]
+    size, forced = config.select_block, config.num_initial
+    for row, at, group in itertools.product(range(2), range(100), range(key.shape[2])):
+        mass = np.zeros(config.num_blocks(100))
+        for head in range(group * groups, (group + 1) * groups):
+            logits = key[row, : at + 1, group] @ query[row, at, head] * key.shape[-1] ** -0.5
+            p = np.exp(logits - logits.max())
+            np.add.at(mass, np.arange(at + 1) // size, p / p.sum())
+        own = at // size
+        mass[:forced] = mass[max(0, own - config.num_local + 1) : own + 1] = 100
+        best = sorted(range(own + 1), key=lambda block: -mass[block])[: config.num_selected]
+        lists = found[row, at, group].tolist()
+        assert sorted(x for x in lists if x >= 0) == sorted(best), (row, at, group)
+        assert lists.count(-1) == config.num_selected - len(best)
+    for blocks in (config.num_selected, 100):
+        wide = dataclasses.replace(todo.model.layer, n_sel=blocks)
+        taught = torch_lm.LM(dataclasses.replace(todo.model, layer=wide))
+        torch.nn.init.normal_(taught.embedding)
+        alone = taught(tokens)
+        taught.teachers = (dense.model,)
+        assert torch.allclose(taught(tokens), alone, atol=1e-5) == (blocks == 100)
+
+
+def test_runs_with_a_teacher_read_its_weights(command, tmp_path, monkeypatch, capsys):
+    runs = {"taught": experiments.Variant("?", {"teacher": "dense"}, None)}
+    monkeypatch.setattr(experiments, "VARIANTS", experiments.VARIANTS | runs)
+    assert command("--seeds=1", "--runs=taught") == 1
+    assert "dense-1.safetensors" in capsys.readouterr().out
+    assert command("--seeds=1", "--runs=dense,taught", "--keep_weights") == 0
+    names = {x.name for x in (tmp_path / "runs/tiny").iterdir()}
+    assert names >= {"dense-1.safetensors", "taught-1.jsonl"}
+    (header, *_) = log.read(tmp_path / "runs/tiny/taught-1.jsonl")
+    assert header.model["teacher"] == "dense-1"
 
 
 def test_the_selection_s_loss_is_what_loops_say():

@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
+import random
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -13,6 +14,18 @@ from ..harness import cost
 from ..harness.records import Values
 
 type Attention = Literal["nsa", "dense"]
+
+
+class Phase(NamedTuple):
+    """What differs between the steps of a training.
+
+    Attributes:
+      is_full: Whether layers with NSA are full (`full.py`).
+      trains_selection: Whether `selection_loss` has an effect.
+    """
+
+    is_full: bool = False
+    trains_selection: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +46,14 @@ class ModelSpec:
       dense_every: In a model with NSA, blocks whose index is a multiple of this number have dense
         attention. With `dense_every=0`, only the first `dense_first` blocks have dense attention.
         Torch only.
-      selection_loss: Weight of `selection.loss`, which trains the selection. Only torch supports a
-        `selection_loss`, and only for rows of one sequence.
+      selection_loss: Weight of `selection.loss`, which trains the selection.
+      selection_from: Share of the training steps before which `selection_loss` has no effect.
+      full_share: Share of the training steps, from the first step on, with full layers (`full.py`).
+      alignment: Weight of the loss that draws full and sparse outputs of a layer towards each
+        other.
+      teacher: File with the weights of a model with dense attention, which chooses the blocks.
+        Only torch supports the options from `selection_loss` on, in one process and for rows of
+        one sequence.
 
     Raises:
       ValueError: A value is out of range, or dense attention has a layer with `bias` or with
@@ -50,6 +69,10 @@ class ModelSpec:
     dense_first: int = 0
     dense_every: int = 0
     selection_loss: float = 0.0
+    selection_from: float = 0.0
+    full_share: float = 0.0
+    alignment: float = 0.0
+    teacher: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.dense_first < (self.layers if self.attention == "nsa" else 1):
@@ -57,7 +80,7 @@ class ModelSpec:
                 f"dense_first must be in 0..{self.layers - 1} if attention is nsa (layers = "
                 f"{self.layers}), and must be 0 if attention is dense, got {self.dense_first}"
             )
-        for name in ("dense_every", "selection_loss"):
+        for name in TORCH_ONLY[1:-1]:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.attention == "dense" and (
@@ -72,7 +95,7 @@ class ModelSpec:
         """Return all values by name, for the metadata of a checkpoint. Values named in `UNSTATED`
         are omitted if the value is the default.
         """
-        own = dataclasses.asdict(self)
+        own = dataclasses.asdict(self) | {"teacher": Path(self.teacher).stem}
         for name in UNSTATED:
             if own[name] == getattr(ModelSpec, name):
                 del own[name]
@@ -82,6 +105,20 @@ class ModelSpec:
         """Return whether the block with this index has dense attention."""
         every = self.dense_every and block % self.dense_every == 0
         return self.attention == "dense" or block < self.dense_first or bool(every)
+
+    def dense(self) -> "ModelSpec":
+        """Return the model of the same sizes with dense attention, without other options."""
+        defaults = {name: getattr(ModelSpec, name) for name in TORCH_ONLY}
+        layer = dataclasses.replace(self.layer, key_taps=None)
+        return dataclasses.replace(self, layer=layer, attention="dense", **defaults)
+
+    def phase(self, step: int, training: "Training") -> Phase:
+        """Return the phase of a training step, which is counted from 0."""
+        done = step / training.steps
+        is_full = done < self.full_share
+        if self.alignment:
+            is_full = random.Random(training.seed * training.steps + step).random() < 0.5
+        return Phase(is_full, done >= self.selection_from)
 
     def dense_layers(self) -> int:
         return sum(map(self.is_dense, range(self.layers)))
@@ -105,7 +142,8 @@ class ModelSpec:
         return blocks + at.dim * self.vocabulary
 
 
-TORCH_ONLY = ("dense_first", "dense_every", "selection_loss")
+WHOLE_ROWS = ("selection_loss", "selection_from", "full_share", "alignment", "teacher")
+TORCH_ONLY = ("dense_first", "dense_every", *WHOLE_ROWS)
 UNSTATED = ("norm_eps", *TORCH_ONLY)
 
 _SIZES = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())

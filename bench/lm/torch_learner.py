@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -134,6 +135,9 @@ class Learner:
             are unchanged.
         """
         rows = self._rows(batch)
+        self.phase = self.master.spec.phase(step, self.training)
+        for block in self._blocks():
+            block.phase = self.phase
         loss = self._backward(rows)
         norm = self._clip()
         mean = loss
@@ -213,7 +217,15 @@ class Learner:
 
     def _network(self) -> nn.Module:
         """Return the model that computes, with a copy of the weights in `dtype`."""
-        model = copy.deepcopy(self.master)
+        model, spec = copy.deepcopy(self.master), self.master.spec
+        if spec.teacher:
+            teacher = LM(spec.dense(), "flash" if self.place.type == "cuda" else "math")
+            teacher.load_state_dict(safetensors.torch.load_file(spec.teacher))
+            model.teachers = (self._narrow(teacher.to(self.place)),)
+        return self._narrow(model)
+
+    def _narrow(self, model: LM) -> LM:
+        """Convert the weights of `model` to `dtype`, in place."""
         for name, parameter in model.named_parameters():
             if name != "embedding":  # the gradient of the embedding is a sum over many tokens
                 parameter.data = parameter.data.to(self.dtype)
@@ -293,7 +305,7 @@ class Learner:
     def _gradients(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
         """Return the loss, and float32 gradients in the order of the parameters."""
         loss, used = total_loss(self.model, rows), list(self.model.parameters())
-        beside = [x / self.accumulate for x in selection_losses(self._blocks())]
+        beside = [x / self.accumulate for x in further_losses(self._blocks())]
         grads = torch.autograd.grad([loss, *beside], used, allow_unused=True)
         pairs = zip(used, grads, strict=True)
         return loss.detach(), [
@@ -301,10 +313,10 @@ class Learner:
         ]
 
     def _replay(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
-        """Compute the result of `_gradients` by replaying a CUDA graph. The graph of a shape is
-        captured for the first rows of that shape.
+        """Compute the result of `_gradients` by replaying a CUDA graph. The graph of a shape and a
+        phase is captured for the first rows of that shape in that phase.
         """
-        shapes = tuple(map(_shape, _leaves(rows)))
+        shapes = self.phase, *map(_shape, _leaves(rows))
         if shapes not in self.captured:
             own = copy.deepcopy(rows)
             replay, found = timing.cuda_graph(lambda: self._gradients(own))
@@ -345,13 +357,12 @@ def of_ranks(ranks: Ranks, found: list[str]) -> str:
     return ""
 
 
-def selection_losses(blocks: Iterable[Block]) -> list[Tensor]:
-    """Return the selection losses of the last forward pass, and remove them from the blocks."""
+def further_losses(blocks: Iterable[Block]) -> list[Tensor]:
+    """Return the further losses of the last forward pass, and remove them from the blocks."""
     found = []
     for block in blocks:
-        if block.selection_loss is not None:
-            found.append(block.selection_loss)
-            block.selection_loss = None
+        found += block.losses
+        block.losses = []
     return found
 
 

@@ -1,0 +1,111 @@
+"""Attention to all keys in the training of models with NSA. Trained models do not need it.
+
+In a full layer, the selected branch attends to all keys:
+
+    full   = g_cmp * compressed(q) + g_sel * attention(q, all keys)        + g_win * sliding(q)
+    sparse = g_cmp * compressed(q) + g_sel * attention(q, selected blocks) + g_win * sliding(q)
+
+`ModelSpec` has two options with full layers:
+
+- `full_share`: all layers are full in the first steps of the training.
+- `alignment`: all layers are full in a random half of the steps. Each layer computes both outputs,
+  and a loss draws each output towards the other (SSA, arXiv 2511.20102):
+
+      smooth_l1(full, stop_gradient(sparse)) + smooth_l1(sparse, stop_gradient(full))
+
+With a third option, `teacher`, a layer selects the blocks to which the same layer of a dense model
+attends most.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa_core.config import NSAConfig
+from nsa_torch import functional
+from nsa_torch.module import NSAAttention
+
+if TYPE_CHECKING:
+    from .torch_lm import DenseAttention
+
+CHUNK = 512  # number of queries whose logits are in memory at a time
+
+
+def attend(
+    attention: NSAAttention,
+    x: Tensor,
+    is_full: bool,
+    aligned: bool = False,
+    block_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output of the heads of a layer, `[B, T, H, Dv]`, and the loss of the alignment,
+    float32 `[]`.
+
+    Args:
+      attention: The layer, whose compressed tokens are means.
+      x: The input of the layer, `[B, T, dim]`. Each row must be one sequence.
+      is_full: Whether the output is that of a full layer.
+      aligned: Whether to compute the loss. Without `aligned`, the loss is None.
+      block_indices: The blocks of a layer that is not full, as in `nsa_torch.attention`.
+    """
+    query, key, value, gates = attention.project(x, _position(x))
+
+    def nsa(gates: Tensor) -> Tensor:
+        return functional.attention(
+            *(query, key, value, gates),
+            config=attention.config,
+            block_indices=block_indices,
+            implementation=attention.implementation,
+        )
+
+    if not (is_full or aligned):
+        return nsa(gates), None
+    heads = (each.transpose(1, 2) for each in (query, key.selected, value.selected))
+    dense = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    other_branches = nsa(gates * gates.new_tensor([1, 0, 1]))
+    full = other_branches + gates[..., 1:2] * dense.transpose(1, 2)
+    if not aligned:
+        return full, None
+    sparse = nsa(gates)
+    a, b = full.float(), sparse.float()
+    loss = F.smooth_l1_loss(a, b.detach()) + F.smooth_l1_loss(b, a.detach())
+    return full if is_full else sparse, loss
+
+
+@torch.no_grad()
+def best_blocks(attention: "DenseAttention", x: Tensor, config: NSAConfig) -> Tensor:
+    """Return the blocks to which a layer with dense attention attends most, int32
+    `[B, T, Hkv, n]` with -1 in empty slots. The attention to a block is summed over the keys of
+    the block and over the query heads of a group. Blocks that `config` always selects are among
+    the blocks.
+
+    Args:
+      attention: The layer.
+      x: The input of the layer `[B, T, dim]`. Each row must be one sequence.
+      config: Block size and number of selected blocks.
+    """
+    where = torch.arange(x.shape[1], device=x.device)
+    query, key, _, _ = attention.project(x, _position(x))
+    query = query.unflatten(2, (key.shape[2], -1)) * key.shape[-1] ** -0.5
+    count = config.num_blocks(x.shape[1])
+    padding = count * config.select_block - x.shape[1]
+    block, found = torch.arange(count, device=x.device), []
+    for part, at in zip(query.split(CHUNK, 1), where.split(CHUNK), strict=True):
+        logits = torch.einsum("btghd,bsgd->btghs", part, key).float()
+        visible = where <= at[:, None]
+        p = logits.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1).sum(3)
+        mass = F.pad(p, (0, padding)).unflatten(-1, (count, -1)).sum(-1)  # [B, t, Hkv, blocks]
+        own = at[:, None] // config.select_block
+        forced = (block < config.num_initial) | (block > own - config.num_local)
+        mass = mass.masked_fill(forced[:, None], torch.inf)
+        mass = mass.masked_fill((block > own)[:, None], -1)
+        best = mass.topk(min(config.num_selected, count))
+        lists = best.indices.masked_fill(best.values < 0, -1)
+        found.append(F.pad(lists, (0, config.num_selected - lists.shape[-1]), value=-1))
+    return torch.cat(found, 1).int()
+
+
+def _position(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
