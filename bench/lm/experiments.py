@@ -45,7 +45,10 @@ FLAGS = cli.define(
     seeds=(list, "Seeds of the runs; default: the seeds of the experiment."),
     runs=(list, "Names of the runs; default: all runs of the experiment."),
     out=("runs", "Folder of the runs of all experiments."),
-    keep_weights=(False, "Also write the weights of each run to --out, for runs with a teacher."),
+    keep_weights=(
+        False,
+        "Also write the weights of each run to --out, for runs with a teacher.",
+    ),
     jobs=(1, "Number of runs that run at the same time, over all GPUs."),
     limit=(
         float,
