@@ -221,7 +221,7 @@ class LM(nn.Module):
 
     @torch.no_grad()
     def best_blocks(self, tokens: Tensor, config: NSAConfig) -> list[Tensor]:
-        """Return the result of `full.best_blocks` for each layer of a model with dense attention."""
+        """Return the blocks of `full.best_blocks` for each layer of a dense model."""
         x = F.embedding(tokens, self.embedding).to(self.head.weight.dtype)
         found = []
         for block in self.blocks:
