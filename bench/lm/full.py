@@ -17,7 +17,7 @@ With a third option, `teacher`, a layer selects the blocks to which the same lay
 attends most.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,6 @@ from torch import Tensor
 from nsa_core.config import NSAConfig
 from nsa_torch import functional
 from nsa_torch.module import NSAAttention
-
-if TYPE_CHECKING:
-    from .torch_lm import DenseAttention
 
 CHUNK = 512  # number of queries whose logits are in memory at a time
 
@@ -62,8 +59,8 @@ def attend(
 
     if not (is_full or aligned):
         return nsa(gates), None
-    heads = (each.transpose(1, 2) for each in (query, key.selected, value.selected))
-    dense = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    q, k, v = (each.transpose(1, 2) for each in (query, key.selected, value.selected))
+    dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     other_branches = nsa(gates * gates.new_tensor([1, 0, 1]))
     full = other_branches + gates[..., 1:2] * dense.transpose(1, 2)
     if not aligned:
@@ -75,14 +72,14 @@ def attend(
 
 
 @torch.no_grad()
-def best_blocks(attention: "DenseAttention", x: Tensor, config: NSAConfig) -> Tensor:
+def best_blocks(attention: Any, x: Tensor, config: NSAConfig) -> Tensor:
     """Return the blocks to which a layer with dense attention attends most, int32
     `[B, T, Hkv, n]` with -1 in empty slots. The attention to a block is summed over the keys of
     the block and over the query heads of a group. Blocks that `config` always selects are among
     the blocks.
 
     Args:
-      attention: The layer.
+      attention: The layer, `torch_lm.DenseAttention`.
       x: The input of the layer `[B, T, dim]`. Each row must be one sequence.
       config: Block size and number of selected blocks.
     """

@@ -223,8 +223,9 @@ class LM(nn.Module):
     def best_blocks(self, tokens: Tensor, config: NSAConfig) -> list[Tensor]:
         """Return the blocks of `full.best_blocks` for each layer of a dense model."""
         x = F.embedding(tokens, self.embedding).to(self.head.weight.dtype)
+        layers: list[Any] = [*self.blocks]
         found = []
-        for block in self.blocks:
+        for block in layers:
             found.append(full.best_blocks(block.attention, block.norm_attention(x), config))
             x = block(x)
         return found
