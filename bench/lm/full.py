@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
 from nsa_torch import functional
 from nsa_torch.module import NSAAttention
 
@@ -49,7 +50,7 @@ def attend(
     """
     query, key, value, gates = attention.project(x, _position(x))
 
-    def nsa(gates: Tensor) -> Tensor:
+    def nsa(gates: Tensor | Branches[Tensor]) -> Tensor:
         return functional.attention(
             *(query, key, value, gates),
             config=attention.config,
@@ -61,8 +62,9 @@ def attend(
         return nsa(gates), None
     q, k, v = (each.transpose(1, 2) for each in (query, key.selected, value.selected))
     dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    other_branches = nsa(gates * gates.new_tensor([1, 0, 1]))
-    full = other_branches + gates[..., 1:2] * dense.transpose(1, 2)
+    compressed, selected, sliding = gates.unbind(-1)
+    other_branches = nsa(Branches(compressed, torch.zeros_like(selected), sliding))
+    full = other_branches + selected[..., None] * dense.transpose(1, 2)
     if not aligned:
         return full, None
     sparse = nsa(gates)
