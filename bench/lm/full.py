@@ -89,12 +89,14 @@ def best_blocks(attention: Any, x: Tensor, config: NSAConfig) -> Tensor:
     query, key, _, _ = attention.project(x, _position(x))
     query = query.unflatten(2, (key.shape[2], -1)) * key.shape[-1] ** -0.5
     count = config.num_blocks(x.shape[1])
-    padding = count * config.select_block - x.shape[1]
     block, found = torch.arange(count, device=x.device), []
-    for part, at in zip(query.split(CHUNK, 1), where.split(CHUNK), strict=True):
-        logits = torch.einsum("btghd,bsgd->btghs", part, key).float()
-        visible = where <= at[:, None]
-        p = logits.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1).sum(3)
+    for first, part in zip(range(0, x.shape[1], CHUNK), query.split(CHUNK, 1), strict=True):
+        end = first + part.shape[1]
+        at, keys = where[first:end], where[:end]
+        logits = torch.einsum("btghd,bsgd->btghs", part, key[:, :end]).float()
+        hidden = (keys > at[:, None])[:, None, None]
+        p = logits.masked_fill_(hidden, -torch.inf).softmax(-1).sum(3)
+        padding = count * config.select_block - end
         mass = F.pad(p, (0, padding)).unflatten(-1, (count, -1)).sum(-1)  # [B, t, Hkv, blocks]
         own = at[:, None] // config.select_block
         forced = (block < config.num_initial) | (block > own - config.num_local)
