@@ -10,6 +10,7 @@ import json
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -182,12 +183,12 @@ def broken(folder: Path, ranks, kind: str):
     batch = learner.share.of(functools.partial(run.batches.train, 0))
     learner.step(batch, 0)
     step = lambda: learner.step(batch, 7)
-    if kind == "ddp":  # of shards all are told by torch
-        kept = checkpoint.save(folder / "full", learner, 1, {}, ranks)
-        save, learner.save = learner.save, full_disk if ranks.rank else learner.save
-        error = raised(lambda: checkpoint.save(kept.parent, learner, 2, {}, ranks))
-        told(folder, "full disk", ranks, [error, [x.name for x in kept.parent.iterdir()]])
-        learner.save = save
+    if not graph:
+        kept = checkpoint.save(folder / f"full {kind}", learner, 1, {}, ranks)
+        with mock.patch.object(checkpoint.weights, "save", full_disk):
+            error = raised(lambda: checkpoint.save(kept.parent, learner, 2, {}, ranks))
+        names = [x.name for x in kept.parent.iterdir()]
+        told(folder, f"full disk {kind}", ranks, [error, names])
     bad = (lambda out: out * np.nan) if ranks.rank else (lambda out: out)
     hook = network.head.register_forward_hook(lambda *x: bad(x[-1]))
     told(folder, f"loss {kind}", ranks, raised(step))
@@ -201,8 +202,8 @@ def broken(folder: Path, ranks, kind: str):
     return learner, batch
 
 
-def full_disk(folder: Path) -> None:
-    (folder / "weights.safetensors").write_bytes(b"half")
+def full_disk(path: Path, module) -> None:
+    path.write_bytes(b"half")
     raise OSError(28, "No space left on device")
 
 

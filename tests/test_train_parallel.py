@@ -25,7 +25,6 @@ from bench.lm import (
     health,
     log,
     measures,
-    shards,
     spec,
     torch_learner,
     variants,
@@ -187,16 +186,12 @@ def test_gates_are_the_mean_over_ranks(folder, one, tmp_path):
         assert layer == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_shards_become_whole_files(folder, tmp_path):
-    """Those of four ranks, read in one process, which then has the next loss."""
-    kept = folder / "moved" / "kept" / "step-000003"
-    assert shards.main(["shards", str(kept), str(tmp_path)]) == 0
+def test_one_process_goes_on_from_shards(folder, tmp_path):
+    """It has the next loss of four ranks that had shards."""
     learner, run = learner_of(tmp_path, task(), kind=Documents)
-    learner.load(tmp_path, 3)
-    found = stepped(learner, run, [3])
-    assert apart(found, [losses(folder / "moved")[3]]) < TOLERANCE["float32"]
-    with pytest.raises(ValueError, match="must be a checkpoint in shards"):
-        shards.main(["shards", str(tmp_path), str(tmp_path)])
+    learner.load(folder / "moved" / "kept" / "step-000003", worker.STOPPED)
+    found = stepped(learner, run, [worker.STOPPED])
+    assert apart(found, [losses(folder / "moved")[worker.STOPPED]]) < TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "graph", "fsdp"])
@@ -220,9 +215,10 @@ def test_safe_ranks_in_different_collectives_are_told(folder, kind):
         assert text.startswith("RuntimeError: Detected mismatch between collectives on ranks")
 
 
-def test_a_full_disk_on_one_rank_leaves_the_last_checkpoint(folder):
-    for rank, (text, kept) in enumerate(told(folder, "full disk")):
-        assert text == "OSError: rank 1: [Errno 28] No space left on device"
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_full_disk_leaves_the_last_checkpoint(folder, kind):
+    for rank, (text, kept) in enumerate(told(folder, f"full disk {kind}")):
+        assert text == "OSError: rank 0: [Errno 28] No space left on device"
         assert rank or kept == ["step-000001"]
 
 
@@ -262,10 +258,10 @@ def test_shards_of_torch_go_on_over_heads_in_jax(folder, one, tmp_path):
     layers = health.layers(learner, run.batches.train(0))
     assert len(layers) == 2 and all(0 < layer["entropy"] < 1.1 for layer in layers)
     kept = checkpoint.save(tmp_path / "kept", learner, todo.training.steps, run.settings())
-    with shards.whole(folder / "moved" / "kept" / "step-000006") as whole:
-        ours, theirs = (
-            safetensors.torch.load_file(at / "weights.safetensors") for at in (kept, whole)
-        )
+    ours, theirs = (
+        safetensors.torch.load_file(at / "weights.safetensors")
+        for at in (kept, folder / "moved" / "kept" / "step-000006")
+    )
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert (ours[name] - theirs[name]).abs().max() < 1e-4, name

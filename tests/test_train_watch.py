@@ -223,7 +223,7 @@ def test_a_full_disk_on_the_way_ends_no_run(whole, tmp_path, monkeypatch, capfd)
     publish = mock.Mock(wraps=checkpoint._publish, side_effect=ends)
     monkeypatch.setattr(checkpoint, "_publish", publish)
     # As of a process that was killed while it wrote a checkpoint.
-    (tmp_path / "kept" / ".step-000004.1f" / "shards").mkdir(parents=True)
+    (tmp_path / "kept" / ".step-000004.1f" / "half").mkdir(parents=True)
     run, summary, _ = trained(tmp_path, DENSE, save_every=2)
     assert summary == whole[1]
     stays = f"{run.folder / 'step-000002'} remains: [Errno 28] No space left"

@@ -9,7 +9,7 @@ implemented in both frameworks.
 | `sources`, `hub`, `stream`, `corpus` | documents: local files, the Hub, a stream, a built corpus |
 | `jax_lm`, `torch_lm` | the layers of the model |
 | `learner`, `jax_learner`, `torch_learner` | a training step |
-| `loop`, `checkpoint`, `shards` | a run, and its stored state |
+| `loop`, `checkpoint` | a run, and its stored state |
 | `log`, `curves`, `speed` | the lines of a run, verdicts and plots, the cost of a step |
 | `parallel`, `share`, `ranks` | layout on several devices, rows of a process, messages |
 | `torch_parallel`, `jax_parallel`, `spread` | learners of several devices, and their flags |

@@ -1,15 +1,10 @@
 """Reads and writes checkpoints. A checkpoint is a folder `step-<steps done>`. A checkpoint folder
 is complete or does not exist. The last two checkpoints of a run are stored.
 
-A folder has the weights and AdamW's moments in one of two forms:
-
-- the files `weights`, `mean` and `square` of `nsa_interop.weights`, with which a run can continue
-  in the other framework
-- the folder `shards` of `torch.distributed.checkpoint`, which any number of processes can read.
-  `bench.lm.shards` converts a checkpoint in shards to whole files
-
-`progress.json` has the number of steps done (the position in the data), the settings that must not
-change, and the checksum of every file.
+A folder has the weights and AdamW's moments in the files `weights`, `mean` and `square` of
+`nsa_interop.weights`. A run can continue from these files in the other framework, with another
+layout and with any number of processes. `progress.json` has the number of steps done (the position
+in the data), the settings that must not change, and the checksum of every file.
 """
 
 import contextlib
@@ -26,10 +21,12 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from nsa_interop import weights
+
 from .learner import Learner
 from .ranks import Ranks
 
-PROGRESS, SHARDS = "progress.json", "shards"
+PROGRESS = "progress.json"
 KEPT = 2  # the previous checkpoint is used if the last one is damaged
 
 
@@ -54,31 +51,27 @@ def save(
     """Write the checkpoint of `step` into `folder`. Then remove all checkpoints except the new one
     and the previous one.
 
-    Every rank must call this function. The function returns on all ranks, or raises an error on all
-    ranks.
+    Every rank must call this function. Rank 0 writes the files. The function returns on all ranks,
+    or raises an error on all ranks.
 
     Raises:
       ValueError: A weight or moment is not finite. Existing checkpoints are unchanged.
-      OSError: A rank could not write, for example to a full disk. Existing checkpoints are
+      OSError: Rank 0 could not write, for example to a full disk. Existing checkpoints are
         unchanged.
     """
     target = folder / f"step-{step:06d}"
     if ranks.first(target.exists()):
         return target
-    scratch = folder / ranks.first(f".{target.name}.{uuid.uuid4().hex}")
+    scratch, sums = folder / f".{target.name}.{uuid.uuid4().hex}", dict[str, str]()
     try:
-        with _together(ranks):
-            scratch.mkdir(parents=True, exist_ok=True)
-        with _together(ranks):
-            learner.save(scratch)
-        sums: dict[str, str] = {}
-        with _together(ranks):
-            paths = sorted(path for path in scratch.rglob("*") if path.is_file())
-            for path in paths[ranks.rank :: ranks.size]:
-                _check_finite(path)
-                _sync(path)
-                sums[str(path.relative_to(scratch))] = _checksum(path)
-        sums = {name: each for part in ranks.gather(sums) for name, each in part.items()}
+        for name, module in learner.whole():
+            with _together(ranks):
+                if ranks.rank == 0:
+                    path = scratch / f"{name}.safetensors"
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    weights.save(path, module)
+                    _check_finite(path)
+                    sums[path.name] = _checksum(path)
         with _together(ranks):
             if ranks.rank == 0:
                 _publish(scratch, target, {"step": step, "settings": settings, "files": sums})
@@ -140,8 +133,7 @@ def check(path: Path, settings: dict[str, Any]) -> None:
       ValueError: The checkpoint was written under other settings. The error message names the
         first setting that differs.
     """
-    # Checkpoints of old versions have no checksums.
-    for name, expected in check_settings(path, settings).get("files", {}).items():
+    for name, expected in check_settings(path, settings)["files"].items():
         if not (path / name).is_file():
             raise DamagedError(f"{path}: {name} is missing")
         if _checksum(path / name) != expected:
@@ -154,7 +146,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         progress = json.loads((path / PROGRESS).read_text())
-        written = progress["settings"]
+        written, _ = progress["settings"], progress["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{path}: {PROGRESS} is damaged: {error}") from None
     for name in sorted(settings.keys() | written.keys()):
@@ -168,24 +160,21 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _together(ranks: Ranks) -> Iterator[None]:
-    """Return a context in which an `OSError` or `ValueError` of one rank is raised on all ranks."""
-    error: Exception | None = None
+    """Return a context in which an `OSError` or `ValueError` of rank 0 is raised on all ranks."""
+    fault: Exception | None = None
     try:
         yield
-    except (OSError, ValueError) as caught:
-        error = caught
-    if ranks.size == 1 and error is not None:
-        raise error
-    told = ranks.gather(None if error is None else [isinstance(error, OSError), str(error)])
-    for rank, each in enumerate(told):
-        if each is not None:
-            on_disk, text = each
-            raise (OSError if on_disk else ValueError)(f"rank {rank}: {text}") from error
+    except (OSError, ValueError) as error:
+        if ranks.size == 1:
+            raise
+        fault = error
+    told = ranks.first(None if fault is None else [isinstance(fault, OSError), str(fault)])
+    if told is not None:
+        on_disk, text = told
+        raise (OSError if on_disk else ValueError)(f"rank 0: {text}") from fault
 
 
 def _check_finite(path: Path) -> None:
-    if path.suffix != ".safetensors":
-        return
     with safetensors.safe_open(path, framework="np") as file:
         for name in file.keys():
             if not np.isfinite(file.get_tensor(name)).all():

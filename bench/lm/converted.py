@@ -29,6 +29,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
+import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nsa_core import extras
@@ -73,25 +74,8 @@ class Preset:
     after_lr: float
 
 
-PRESETS = {
-    "tiny": Preset(
-        *(64, 128, 2, 4, 2),
-        dict(compress_block=8, compress_stride=4, select_block=8, num_selected=4, window=16),
-        length=128, batch=4, steps=200, after=40, every=10, lr=3e-3, after_lr=5e-4,
-    ),
-    # 24 million parameters; 512 of 2048 tokens are selected; 11 MB of text.
-    "small": Preset(
-        *(512, 1536, 8, 8, 2),
-        dict(select_block=64, num_selected=8, window=256),
-        length=2048, batch=8, steps=480, after=200, every=50, lr=1e-3, after_lr=2e-4,
-    ),
-    # The sizes of `52m` of bench.train: 49 million parameters with a vocabulary of 8192.
-    "52m": Preset(
-        *(768, 2048, 6, 12, 2),
-        dict(select_block=64, num_selected=16, window=512),
-        length=8192, batch=1, steps=8000, after=1600, every=100, lr=1e-3, after_lr=2e-4,
-    ),
-}  # fmt: skip
+_ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+PRESETS = {name: Preset(**sizes) for name, sizes in _ROWS.items()}
 FLAGS = cli.define(
     out=("runs/converted", "Folder of the records."),
     seed=(0, "Seed of the weights and of the order of the rows.", 0),

@@ -5,6 +5,7 @@ several devices.
 """
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from .parallel import Parallel
 from .ranks import Ranks
 from .spec import DivergedError, Task, Training
 
+FILES = "weights", "mean", "square"  # the files of a checkpoint: weights and moments
 FEWEST_SEGMENTS = 8  # minimum number of documents per row for which a program is compiled
 
 
@@ -371,24 +373,17 @@ class Learner:
             found = _observe(self.program, self.graphdef, self.params, tokens)
         return list(zip(*map(np.asarray, found), strict=True))
 
-    def save(self, folder: Path) -> None:
-        """Write weights and moments as files of `nsa_interop.weights` to `folder`."""
+    def whole(self) -> Iterator[tuple[str, LM]]:
+        """Yield the name of each file of a checkpoint, and a model with the whole weights or
+        moments in place of its weights. Every process must iterate."""
         adam = self.state[0]
-        for name, tree in (("weights", self.params), ("mean", adam.mu), ("square", adam.nu)):
+        for name, tree in zip(FILES, (self.params, adam.mu, adam.nu), strict=True):
             whole = multihost_utils.process_allgather(tree, tiled=True)
-            if self.ranks.rank == 0:
-                module = nnx.merge(self.graphdef, whole)
-                weights.save(folder / f"{name}.safetensors", module)
+            yield name, nnx.merge(self.graphdef, whole)
 
     def load(self, folder: Path, step: int) -> None:
-        """Read weights and moments that the method `save` of any learner wrote after `step`
-        steps."""
-        from . import shards  # importing this takes a second
-
-        with shards.whole(folder) as whole:
-            params, mean, square = (
-                self._read(whole / f"{x}.safetensors") for x in shards.PARTS
-            )
+        """Read weights and moments that any learner had after `step` steps."""
+        params, mean, square = (self._read(folder / f"{name}.safetensors") for name in FILES)
         adam, *others = self.state
         adam = adam._replace(count=jnp.int32(step), mu=mean, nu=square)
         self.keep(params, self._committed((adam, *others)))

@@ -6,7 +6,7 @@ of the task.
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +31,8 @@ from .ranks import Ranks
 from .spec import DivergedError, Task
 from .torch_lm import LM, Block, Packing
 
-# the moments of AdamW, by the name of their file
-MOMENTS = {"mean": "exp_avg", "square": "exp_avg_sq"}
+# The files of a checkpoint, and the name of each moment in the state of AdamW.
+FILES = {"weights": None, "mean": "exp_avg", "square": "exp_avg_sq"}
 IGNORED = -100  # the label of a target without a loss
 
 
@@ -201,19 +201,52 @@ class Learner:
                 hook.remove()
         return found
 
-    def save(self, folder: Path) -> None:
-        """Write weights and moments as files of `nsa_interop.weights` to `folder`."""
-        from . import shards  # importing this takes a second
+    def whole(self) -> Iterator[tuple[str, LM]]:
+        """Yield the name of each file of a checkpoint, and a model on the CPU with the whole
+        weights or moments in place of its weights. Every process must iterate."""
+        model = self._empty()
+        for name, moment in FILES.items():
+            of = zip(model.parameters(), self.trained, self.master.parameters(), strict=True)
+            for whole, trained, like in of:
+                mine = trained
+                if moment is not None:
+                    state = self.optimizer.state.get(trained, {})
+                    mine = state.get(moment, torch.zeros_like(trained))
+                whole.data.copy_(self._joined(mine, like))
+            yield name, model
 
-        if self.ranks.rank == 0:
-            shards.write(folder, copy.deepcopy(self.master), shards.tensors_of(self))
-
+    @torch.no_grad()
     def load(self, folder: Path, step: int) -> None:
-        """Read weights and moments that the method `save` of any learner, with any number of
-        processes, wrote after `step` steps."""
-        from . import shards
+        """Read weights and moments that a learner, with any number of processes, had after `step`
+        steps."""
+        model = self._empty()
+        for name, moment in FILES.items():
+            weights.load(folder / f"{name}.safetensors", model)
+            of = zip(model.parameters(), self.trained, self.master.parameters(), strict=True)
+            for whole, trained, like in of:
+                state = self.optimizer.state[trained]
+                state["step"] = torch.tensor(float(step), device=self.place)
+                mine = trained
+                if moment is not None:
+                    mine = state[moment] = torch.empty_like(trained)
+                mine.copy_(self._part(whole, like))
+        self.use_master()
 
-        shards.put(self, shards.whole_tensors(folder), step)
+    def _empty(self) -> LM:
+        """Return the model on the CPU, with memory for its weights that is not initialized."""
+        with torch.device("meta"):
+            return LM(self.master.spec).to_empty(device="cpu")
+
+    def _joined(self, mine: Tensor, like: Tensor) -> Tensor:
+        """Return the whole tensor of which this process has the part `mine`. The parameter `like`
+        has the same layout.
+        """
+        return mine
+
+    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Return this process's part of the tensor `whole`, with the layout of the parameter
+        `like`."""
+        return whole
 
     def _network(self) -> nn.Module:
         """Return the model that computes, with a copy of the weights in `dtype`."""

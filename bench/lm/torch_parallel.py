@@ -12,21 +12,18 @@ process. The average over processes is then the mean over the tokens of the glob
 """
 
 import contextlib
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from . import checkpoint, shards, torch_learner, torch_lm
+from . import torch_learner, torch_lm
 from .ranks import debug_level
-from .shards import local
 from .torch_learner import Learner, Rows
 
 
@@ -96,8 +93,7 @@ class DDPLearner(Learner):
 
 class FSDPLearner(DDPLearner):
     """A learner with weights, gradients and moments in shards (`fully_shard`). The weights of a
-    block are gathered when the block runs. Checkpoints have the form of
-    `torch.distributed.checkpoint`.
+    block are gathered when the block runs.
 
     With `graph` a CUDA graph per micro-batch contains the gathers of weights and the sums of
     gradients over ranks. Clipping and AdamW follow outside the graph. NCCL can destroy a process
@@ -133,7 +129,7 @@ class FSDPLearner(DDPLearner):
         """Return this process's shards, in the memory from which weights are gathered. Some
         shards are empty.
         """
-        return [local(x.detach()) for x in self.master.parameters()]
+        return [_local(x.detach()) for x in self.master.parameters()]
 
     def _backward(self, rows: list[Rows], reduce: bool = True) -> Tensor:
         if self.captures:  # the gradients of each micro-batch are already summed over ranks
@@ -144,7 +140,7 @@ class FSDPLearner(DDPLearner):
         loss = super()._backward(rows)
         for parameter, shard in zip(self.master.parameters(), self.trained, strict=True):
             if parameter.grad is not None:
-                shard.grad, parameter.grad = local(parameter.grad), None
+                shard.grad, parameter.grad = _local(parameter.grad), None
         return loss
 
     def _gradients(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
@@ -177,29 +173,15 @@ class FSDPLearner(DDPLearner):
             found += sorted(names, key=lambda name: order.index(name.split()[-1]))[:1]
         return ", ".join(found)
 
-    def save(self, folder: Path) -> None:
-        """Write shards of weights and moments to `folder`. Every process must call this
-        method."""
-        tensors = shards.tensors_of(self)
-        mine = {name.replace("/", " of ", 1): local(x) for name, x in tensors.items()}
-        for bad in self.ranks.gather(torch_learner.first_bad("", mine.items())):
-            if bad:
-                raise ValueError(f"{bad[0].strip()} must be finite; no checkpoint was written")
-        try:
-            dcp.save(tensors, checkpoint_id=folder / checkpoint.SHARDS)
-        # this is a BaseException, which other handlers miss
-        except CheckpointException as error:
-            causes = {rank: str(cause) for rank, (cause, _) in error.failures.items()}
-            raise OSError(f"these ranks could not write their shards: {causes}") from error
+    def _joined(self, mine: Tensor, like: Tensor) -> Tensor:
+        assert isinstance(like, DTensor)
+        how = {"shape": like.shape, "stride": like.stride()}
+        return DTensor.from_local(mine, like.device_mesh, like.placements, **how).full_tensor()
 
-    def load(self, folder: Path, step: int) -> None:
-        path = folder / checkpoint.SHARDS
-        if not path.exists():
-            super().load(folder, step)
-            return
-        tensors = shards.tensors_of(self)
-        dcp.load(tensors, storage_reader=shards.Reader(path))
-        shards.put(self, tensors, step)
+    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
+        assert isinstance(like, DTensor)
+        place = like.device_mesh, like.placements
+        return distribute_tensor(whole.to(like.device), *place, src_data_rank=None).to_local()
 
 
 def _give_back(module: nn.Module, *_: object) -> None:
@@ -207,3 +189,9 @@ def _give_back(module: nn.Module, *_: object) -> None:
     if not torch.is_grad_enabled():
         assert isinstance(module, FSDPModule)
         module.reshard()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a tensor, in the same memory."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
