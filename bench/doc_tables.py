@@ -40,6 +40,7 @@ differs. The exit status is 2 if a marker is invalid.
 import dataclasses
 import functools
 import hashlib
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ from .lm import log as train_log
 from .lm.log import Header, Speed
 from .lm.measures import DISTANCES
 from .reports import crossover, plots, render, sources
-from .tables import KINDS, MISSING, REFUSED, Line, cell, packing, rows
+from .tables import KINDS, MISSING, REFUSED, Line, cell, packing
 from .tuners.dense_crossover import PAPER
 
 FLAGS = flags.FlagValues()
@@ -97,6 +98,8 @@ def _derived(x: Line) -> Line:
     if x.get("bench") == "scale":  # one GPU has no transport
         alone = dict.fromkeys(("efficiency", "exposed_ms", "imbalance"))
         return alone if x["devices"] == 1 else {"order_of_tokens": x["layout"]}
+    if x.get("bench") == "block_selection":
+        return {"call": f"{x['mode']} {x['implementation']}"}
     if "branch" not in x:
         return {}
     heads, kv_heads, width, value_width = x["H"], x["Hkv"], x["D"], x["Dv"]
@@ -116,42 +119,31 @@ def _derived(x: Line) -> Line:
     }
 
 
-def newest(lines: Iterable[Line], **wanted: Any) -> Line | None:
-    """Return the newest line whose fields have these values, or None."""
-    found = [x for x in lines if wanted.items() <= x.items()]
-    return max(reversed(found), key=lambda x: x["time"], default=None)
-
-
-def _time(line: Line | None) -> str:
-    return MISSING if line is None else cell("{time_ms:ms}", line)
-
-
 def summary(device: str = CHARTED) -> str:
     """Return the times of NSA and of the fastest dense kernel on some problems, and of packed
     rows.
     """
     found, lines = [], {mode: chosen("attention", device, mode=mode) for mode in PASSES}
     for what, sizes in KINDS["summary"].items():
+        about = sizes | {"framework": "torch", "input": "random"}
         for mode, which in PASSES.items():
-            about = sizes | {"framework": "torch", "input": "random"}
-            ours, *others = (newest(lines[mode], kernel=x, **about) for x in ("NSA", *DENSE))
-            dense = [x for x in others if x and x["status"] == "ok"]
-            if ours is None or len(dense) < len(DENSE):
+            last = {x["kernel"]: x for x in lines[mode] if about.items() <= x.items()}
+            dense = [last[x] for x in DENSE if x in last and last[x]["status"] == "ok"]
+            if "NSA" not in last or len(dense) < len(DENSE):
                 raise ValueError(
                     f"{device} must have records of {what} by NSA and each of {DENSE}"
                 )
-            found.append((which, what, ours, min(dense, key=lambda x: x["time_ms"])))
+            found.append((which, what, last["NSA"], min(dense, key=lambda x: x["time_ms"])))
     # The first shape of `bench.packed`, compared with separate rows.
     documents = (packed := chosen("packed", device))[0]["documents"]
+    newest = {(x["form"], x["mode"]): x for x in packed if x["documents"] == documents}
     forms = {
-        form: [
-            newest(packed, mode=mode, form=form, documents=documents) or {}
-            for mode in PASSES.values()
-        ]
+        form: [newest.get((form, mode), {}) for mode in PASSES.values()]
         for form in ("rows", "varlen", "cu_seqlens")
     }
     about = {"found": found, "passes": PASSES.values(), "packed": packing(documents)}
-    return render.filled("summary.md.jinja", **about, **forms, time=_time, commits=commits)
+    about |= {"time": functools.partial(cell, "{time_ms:ms}"), "commits": commits}
+    return render.filled("summary.md.jinja", **about, **forms)
 
 
 def chosen(name: str, device: str = "", commit: str = "", **options: str) -> list[Line]:
@@ -168,14 +160,12 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
       ValueError: The table has no such option, or no line has a value that an option lists.
     """
     kind = KINDS[name]
-    known = kind.get("options", {})
+    known, only = kind.get("options", {}), kind.get("only", {})
     if unknown := options.keys() - known:
         raise ValueError(f"no option {sorted(unknown)}")
-    only = kind.get("only", {})
-    files = kind["file"] if isinstance(kind["file"], list) else [kind["file"]]
     lines = [
-        line | {"order": [_rank(only, line, x) for x in kind.get("order", ())]}
-        for file in files
+        line
+        for file in kind["files"]
         for each in lines_of(file, device or kind.get("device", DEVICE.name))
         if (line := kind.get("default", {}) | each)
         and all(line[field] in values for field, values in only.items())
@@ -184,67 +174,49 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
     for field, value in (known | options).items():
         texts = [str(line.get(field)).replace(" ", "") for line in lines]
         if missing := {*value.split(",")} - {*texts}:
-            raise ValueError(f"{kind['file']} has no {field} {missing.pop()!r}")
+            raise ValueError(f"{kind['files']} have no {field} {missing.pop()!r}")
         wanted = ["None", *value.split(",")]
         lines = [
             x for each in wanted for x, text in zip(lines, texts, strict=True) if text == each
         ]
-    if "newest" in kind:
-        lines = [*{cell(kind["newest"], x): x for x in lines}.values()]
-    lines.sort(key=lambda line: [line[field] for field in kind.get("sort", ())])
+    rank = lambda x, field: [*only[field]].index(x[field]) if field in only else x[field]
+    lines.sort(key=lambda line: [rank(line, field) for field in kind.get("sort", ())])
     words = kind.get("words", {})
     return [line | {x: words[x].get(line[x], line[x]) for x in words} for line in lines]
 
 
-def _rank(only: Mapping[str, list], line: Line, field: str) -> Any:
-    """Return the rank of a line by a field: the value, or its position in the list of `only`."""
-    return only[field].index(line[field]) if field in only else line[field]
-
-
 def made(name: str, lines: Iterable[Line]) -> str:
-    """Return a table of `KINDS` from these lines. Each line is a row. If the table has a template
-    `column`, a line is one cell, and lines with equal cells `row` share a row.
+    """Return a table of `KINDS` from these lines. Lines with equal cells `row` share a row, in
+    which the last line of each column counts. Rows and columns without a figure are left out.
     """
     kind = KINDS[name]
-    if "column" not in kind:
-        cells = kind["row"] | kind["cells"]
-        rows = (
-            [*(cell(x, line) for x in cells.values()), commits(line.get("of", [line]))]
-            for line in lines
-        )
-        return table([*cells, "commit"], rows)
     found: dict[tuple, dict[str, Line]] = {}
     for line in lines:
         row: list[Any] = [cell(x, line) for x in kind["row"].values()]
-        row += map(line.get, kind.get("apart", ()))
-        found.setdefault((*row,), {})[cell(kind["column"], line)] = line
+        row += (repr(line[x]) for x in kind.get("apart", ()))
+        found.setdefault((*row,), {})[cell(kind.get("column", ""), line)] = line
     for names, of in found.items():  # a refused call is no cell
         found[names] = {x: y for x, y in of.items() if y.get("status") != REFUSED}
-    if "rows" in kind:
-        found = {(x,): found.get((x,), {}) for x in kind["rows"]}
-    needs = {*kind.get("needs", ())}
-    found = {x: of for x, of in found.items() if not needs or needs & of.keys()}
-    if "order" in kind:
-        place = lambda item: next(iter(item[1].values()))["order"]
-        found = dict(sorted(found.items(), key=place))
-    columns = []
+    if needs := {*kind.get("needs", ())}:
+        found = {names: of for names, of in found.items() if needs & of.keys()}
     seen = dict.fromkeys(x for of in found.values() for x in of)
-    for column, title, *own in kind.get("columns") or ((x, x) for x in seen):
+    columns = kind.get("columns") or [(x, x) for x in seen]
+    if "column" not in kind:
+        columns = [("", *x) for x in kind["cells"].items()]
+    shown = []
+    for column, title, *own in columns:
         (template,) = own or [kind["cells"]]
         cells = [cell(template, of.get(column, {})) for of in found.values()]
         if {*cells} - {MISSING}:
-            columns.append((column, title, cells))
+            shown.append((column, title, cells))
     ends = kind.get("commits", {"commit": ""})
     rows = []
-    for (names, of), *cells in zip(found.items(), *(x[2] for x in columns), strict=True):
+    for (names, of), *cells in zip(found.items(), *(x[2] for x in shown), strict=True):
         if {*cells} - {MISSING}:
-            titles = [kind.get("rows", {}).get(x, x) for x in names[: len(kind["row"])]]
-            shown = [x[0] for x in columns if x[0] in of]
-            about = (
-                commits(of[x] for x in shown if x.startswith(begin)) for begin in ends.values()
-            )
-            rows.append([*titles, *cells, *about])
-    return table([*kind["row"], *(x[1] for x in columns), *ends], rows)
+            measured = [x for x, *_ in shown if x in of]
+            about = (commits(of[x] for x in measured if x.startswith(y)) for y in ends.values())
+            rows.append([*names[: len(kind["row"])], *cells, *about])
+    return table([*kind["row"], *(x[1] for x in shown), *ends], rows)
 
 
 def of_lines(name: str, **options: str) -> str:
@@ -254,11 +226,7 @@ def of_lines(name: str, **options: str) -> str:
 def first_call(device: str) -> str:
     """Return the last measurement of `bench.first_call`, together with its target."""
     stage = {line["stage"]: line for line in lines_of("kernel_log/first_call.jsonl", device)}
-    lengths = stage["lengths"]
-    more = (lengths["after_all_mib"] - lengths["longest_alone_mib"]) * 2**20 / 1e6
-    rows = [[cell(x, stage | {"more_mb": more}) for x in row] for row in KINDS["first_call"]]
-    commit = commits(stage.values())
-    return table(["", "target", f"torch, {commit}", f"JAX, {commit}"], rows)
+    return render.filled("first_call.md.jinja", commit=commits(stage.values()), **stage)
 
 
 def _crossovers() -> dict[str, tuple[str, crossover.Panel]]:
@@ -285,17 +253,19 @@ def parallel_training(device: str = DEVICE.name) -> str:
     for path in sorted((DEVICE.parent / device / "train").glob("*.jsonl")):
         lines = train_log.read(path)
         ((run, header),) = curves.last(lines, Header).items()
-        runs.append((header, curves.last(lines, Speed)[run], curves.losses(lines)[run]))
+        task = repr([run, *watched.task_of(header)])
+        runs.append((task, header, curves.last(lines, Speed)[run], curves.losses(lines)[run]))
+    single = {task: (x, y, z) for task, x, y, z in runs if x.parallel is None}
     made_of: list[Line] = []
-    for header, speed, losses in runs:
-        line = dataclasses.asdict(speed) | {"how": curves.devices(header), "of": [header]}
-        task = [header.run, *watched.task_of(header)]
-        for other, single, expected in runs if header.parallel else ():
-            if other.parallel is None and [other.run, *watched.task_of(other)] == task:
-                far = curves.difference(losses, expected)
-                line |= {"first": far[: watched.PARITY_STEPS].max(), "far": far.max()}
-                rates = [(x.tokens_per_s or 0) / x.devices for x in (speed, single)]
-                line |= {"kept": rates[0] / rates[1], "of": [header, other]}
+    for task, header, speed, losses in runs:
+        line = dataclasses.asdict(speed) | {"how": curves.devices(header)}
+        line["commits"] = commits([header])
+        if header.parallel and task in single:
+            one, one_speed, expected = single[task]
+            far = curves.difference(losses, expected)
+            line |= {"first": far[: watched.PARITY_STEPS].max(), "far": far.max()}
+            rates = [(x.tokens_per_s or 0) / x.devices for x in (speed, one_speed)]
+            line |= {"kept": rates[0] / rates[1], "commits": commits([header, one])}
         made_of.append(line)
     place = lambda x: (f"{x['batch']} x {x['seq_len']}", x["framework"] != "torch", x["how"])
     return made("parallel_training", sorted(made_of, key=place))
@@ -309,7 +279,7 @@ def parity(found: Sequence[Record] | None = None) -> str:
     if found is None:
         paths = sorted(DEVICE.parent.glob("*/compare.jsonl"))
         found = [r for path in paths for r in records.read(path)]
-    problem = lambda r: (r.B, r.T, r.S, r.H, r.Hkv, r.D, r.Dv, r.dtype, r.input)
+    problem = operator.attrgetter(*"B T S H Hkv D Dv dtype input".split())
     lines = []
     for (device, *_), group in render.judged(found, "device").items():
         new = {problem(r) for r in group if r.error_rms is not None}
@@ -321,10 +291,10 @@ def parity(found: Sequence[Record] | None = None) -> str:
         elif old and worst.branch != "scores":  # which are judged by their own rule
             fate += f"{f', {old} of {count}' if new else ''} by max and mean only"
         line = dataclasses.asdict(worst) | {"device": device, "problems": count, "fate": fate}
-        line["dtypes"] = ", ".join(sorted({r.dtype for r in group}))
-        line["groups"] = ", ".join(map(str, sorted({r.H // r.Hkv for r in group})))
-        lines.append(line | {"longest": max(r.T for r in group)})
-    return table(KINDS["parity"]["cells"], (x.values() for x in rows("parity", lines)))
+        line |= {"status": "ok", "longest": max(r.T for r in group)}
+        each = {"dtypes": {r.dtype for r in group}, "groups": {r.H // r.Hkv for r in group}}
+        lines.append(line | {x: ", ".join(map(str, sorted(y))) for x, y in each.items()})
+    return made("parity", lines)
 
 
 @functools.cache
@@ -418,25 +388,10 @@ def crossover_picture(old: str) -> str:
     return drawn(old, data, lambda: plots.answers(each))
 
 
-# Runs of `docs/distance.svg` by setting, and the seeds that all of them have.
-FAR = {
-    "10,000 steps, one pair": (
-        "52m_8k_long",
-        "7",
-        {"dense": "dense", "head_shared": "16 blocks", "shared_n64": "64 blocks"},
-    ),
-    "30,000 steps, four pairs": (
-        "52m_8k_once",
-        "7,8,9,10",
-        {"dense": "dense", "shared_taps_n64": "64 blocks, key_taps=3"},
-    ),
-}
-
-
 def distance_picture(old: str) -> str:
     """Return `docs/distance.svg`."""
     found: dict[str, dict[str, list[list[float]]]] = {}
-    for title, (setting, seeds, runs) in FAR.items():
+    for title, (setting, seeds, runs) in KINDS["pictures"]["distance"].items():
         for run, label in runs.items():
             values = [x.values for x in _kind(setting, run, seeds).runs.values()]
             curves = [[x[str(n)] for x in values] for n in DISTANCES]
@@ -444,19 +399,12 @@ def distance_picture(old: str) -> str:
     return drawn(old, found, lambda: plots.distances(found, DISTANCES))
 
 
-NEEDLE_RUNS = {
-    "dense": "dense",
-    "window": "sliding window",
-    "head_shared": "16 blocks",
-    "shared_taps_n64": "64 blocks, key_taps=3",
-}
-
-
 def needle_picture(old: str) -> str:
     """Return `docs/needle.svg`."""
+    setting, runs = KINDS["pictures"]["needle"]
     found = {}
-    for run, label in NEEDLE_RUNS.items():
-        (end,) = _ends("52m_8k_tasks", run)
+    for run, label in runs.items():
+        (end,) = _ends(setting, run)
         found[label] = end.needle or {}
     return drawn(old, found, lambda: plots.needles(found, tasks.NEEDLE_DEPTHS))
 

@@ -242,7 +242,7 @@ def test_a_row_that_failed_since_is_no_older_time(tables, monkeypatch):
     sizes = {"B": 1, "H": 8, "Hkv": 2, "D": 64, "Dv": 64, "T": 4096}
     monkeypatch.setitem(doc_tables.KINDS, "summary", {"it": sizes})
     monkeypatch.setattr(doc_tables, "PASSES", {"forward": "forward"})
-    shown, packed = doc_tables.chosen, [{"documents": [8]}]
+    shown, packed = doc_tables.chosen, [{"documents": [8], "form": "", "mode": ""}]
     none = lambda name, *given, **how: (
         packed if name == "packed" else shown(name, *given, **how)
     )

@@ -307,7 +307,7 @@ kind_of = functools.partial(quality.kind_of, "nsa")
         (
             quality.groups,
             RUNS | {"b": RUNS["a"]},
-            "seed 0 occurs twice among the runs with nsa",
+            "seed 0 occurs twice among the runs with dense",
         ),
         (
             quality.groups,

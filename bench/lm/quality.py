@@ -42,7 +42,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,6 @@ ERRORS, CHANCE = 3, 0.25
 COPIED = 1.5  # nats that near targets cost less than new ones
 LEAST_RECALL = 0.2  # nats that counting the window's tokens gains at rows of 8k
 MEASURES = (*KINDS, "end", "area", "copying", "recall", "copied", *PARTS)
-DISTANCE = str(DISTANCES[0])
 # Values that may differ between compared runs: of dense attention, of training.
 OF_DENSE = (
     *("dim", "n_heads", "n_kv_groups", "d_k", "d_v", "rope_base", "rope_scale", "rope_scaling"),
@@ -83,22 +82,18 @@ USUAL = {
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A run that has ended. `values` has the measures of the run by name."""
+    """A run that has ended. `values` has what was measured by name: losses and gains, `hits` (by
+    layer: hit, chance), `found` (hit and unread of the best head), `ms` and `epochs`.
+    """
 
+    file: str
     header: Header
-    values: Mapping[str, float]
-    hits: Sequence[Sequence[float]]  # by layer: hit, chance
-    found: tuple[float, float] | None  # hit and unread of the best head
-    ms: float | None
-
-    @property
-    def seed(self) -> int:
-        return self.header.training["seed"]
+    values: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Runs that differ only in the seed."""
+    """Runs that differ only in the seed, by seed."""
 
     label: str
     runs: Mapping[int, Ended]
@@ -108,10 +103,23 @@ class Kind:
         """The header of the first run."""
         return next(iter(self.runs.values())).header
 
+    def each(self, name: str) -> np.ndarray:
+        """Return the values of those runs that have a value of this name."""
+        return np.array([x.values[name] for x in self.runs.values() if name in x.values])
+
     @property
-    def hits(self) -> np.ndarray:
-        """Hits and chance of the runs that have hits, `[runs, layers, 2]`."""
-        return np.array([run.hits for run in self.runs.values() if len(run.hits)])
+    def over_text(self) -> np.ndarray:
+        """For each run that recorded the hits of heads, the hits of the best head minus the hits
+        of this head with another text.
+        """
+        found = self.each("found")
+        return found[:, 0] - found[:, 1] if len(found) else found
+
+    @property
+    def chance_is_low(self) -> bool:
+        """Whether a random selection has so few hits that hits are meaningful."""
+        hits = self.each("hits")
+        return bool(len(hits) and hits[..., 1].mean() < CHANCE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,11 +148,7 @@ class Difference:
     dense: float
     least: float  # of the pairs
     most: float
-    none: bool = False  # the kind is dense attention itself
-
-    @property
-    def t(self) -> float:
-        return self.mean / self.error if self.error else math.nan
+    none: bool  # the kind is dense attention itself
 
     def reach(self, share: float) -> float:
         """Return a distance. With the probability `share`, the true value is below the mean plus
@@ -153,11 +157,6 @@ class Difference:
         from scipy import special
 
         return float(special.stdtrit(self.pairs - 1, share)) * self.error
-
-    @property
-    def upper(self) -> float:
-        """The upper end of the one-sided interval."""
-        return self.mean + self.reach(CONFIDENCE)
 
     @property
     def half(self) -> float:
@@ -173,7 +172,8 @@ class Difference:
             return f"{self.dense:{form}}"
         error = "" if math.isnan(self.error) else f" ± {self.error:{form}}"
         # With one degree of freedom t is meaningless.
-        t = f" (t {self.t:+.1f})" if with_t and self.pairs > 2 else ""
+        several = with_t and self.pairs > 2
+        t = f" (t {self.mean / self.error if self.error else math.nan:+.1f})" if several else ""
         return f"{self.mean:+{form}}{error}{t}"
 
 
@@ -184,13 +184,14 @@ def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
       ValueError: A run did not end, a seed occurs twice in one kind, or there is no run of dense
         attention with the same seed and settings.
     """
-    grouped: dict[str, list[tuple[str, Ended]]] = {}
-    for name, lines in found.items():
-        headers = curves.last(lines, Header)
-        if not headers:
-            raise ValueError(f"{name} must contain a run, got none")
-        for run, header in headers.items():
-            grouped.setdefault(_alike(header), []).append((name, _ended(name, run, lines)))
+    grouped: dict[str, list[Ended]] = {}
+    for run in _ended(found):
+        # the settings that compared runs must share
+        header = run.header
+        training = {k: v for k, v in header.training.items() if k not in OWN}
+        model = {name: header.model.get(name) for name in ("dim", "layers", "vocabulary")}
+        alike = header.framework, header.dtype, header.input_sha256, training, model
+        grouped.setdefault(repr(alike), []).append(run)
     return [_group(runs) for runs in grouped.values()]
 
 
@@ -202,59 +203,54 @@ def kind_of(label: str, found: Mapping[str, Sequence[Line]]) -> Kind:
       ValueError: A file does not contain one finished run, or its run has the same seed as
         another run.
     """
-
-    def runs():
-        for name, lines in found.items():
-            try:
-                (run,) = curves.last(lines, Header)
-            except ValueError:
-                raise ValueError(f"{name} must contain one run") from None
-            yield name, _ended(name, run, lines)
-
-    return _by_seed(label, runs())
+    for name, lines in found.items():
+        if len(curves.last(lines, Header)) != 1:
+            raise ValueError(f"{name} must contain one run")
+    return _by_seed(label, _ended(found))
 
 
-def _by_seed(label: str, runs: Iterable[tuple[str, Ended]]) -> Kind:
+def _by_seed(label: str, runs: Iterable[Ended]) -> Kind:
     found: dict[int, Ended] = {}
-    for name, run in runs:
-        if found.setdefault(run.seed, run) is not run:
+    for run in runs:
+        seed = run.header.training["seed"]
+        if found.setdefault(seed, run) is not run:
             raise ValueError(
-                f"{name}: seed {run.seed} occurs twice among the runs with {label}; each run "
+                f"{run.file}: seed {seed} occurs twice among the runs with {label}; each run "
                 "needs its own seed"
             )
     return Kind(label, dict(sorted(found.items())))
 
 
-def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
-    mine = [line for line in lines if line.run == run]
-    header, end = curves.last(mine, Header).get(run), curves.last(mine, Summary).get(run)
-    if header is None or end is None or end.status != "ok" or end.held_out_loss is None:
-        raise ValueError(f"{name} must contain a finished run of {run}")
-    evaluations = [line for line in mine if isinstance(line, Evaluation)]
-    values = dict(evaluations[-1].measures) if evaluations else {}
-    values |= {
-        "end": end.held_out_loss,
-        "area": _area(header, mine),
-        "recall": end.recall_gain,
-        "copied": end.copied_gain,
-        **(end.copied_at or {}),
-        "copying": _copying(evaluations),
-    }
-    speed = curves.last(mine, Speed).get(run)
-    return Ended(
-        header,
-        {name: value for name, value in values.items() if value is not None},
-        end.hits or (),
-        None if end.heads is None else found_by_best(np.array(end.heads)),
-        None if speed is None else speed.time_ms,
-    )
-
-
-def _area(header: Header, lines: Sequence[Line]) -> float | None:
-    """Return the mean of the training losses in `lines` after the warm-up."""
-    steps = {line.step: line.loss for line in lines if isinstance(line, Step)}
-    found = [loss for step, loss in steps.items() if step >= header.training.get("warmup", 0)]
-    return float(np.mean(found)) if found else None
+def _ended(found: Mapping[str, Sequence[Line]]) -> Iterator[Ended]:
+    """Yield the runs of files."""
+    for name, every in found.items():
+        headers = curves.last(every, Header)
+        if not headers:
+            raise ValueError(f"{name} must contain a run, got none")
+        for run, header in headers.items():
+            lines = [line for line in every if line.run == run]
+            end = curves.last(lines, Summary).get(run)
+            if end is None or end.status != "ok" or end.held_out_loss is None:
+                raise ValueError(f"{name} must contain a finished run of {run}")
+            evaluations = [line for line in lines if isinstance(line, Evaluation)]
+            speed = curves.last(lines, Speed).get(run)
+            losses = {line.step: line.loss for line in lines if isinstance(line, Step)}
+            warmup = header.training.get("warmup", 0)
+            late = [loss for step, loss in losses.items() if step >= warmup]
+            values = dict(evaluations[-1].measures) if evaluations else {}
+            values |= {
+                "end": end.held_out_loss,
+                "area": float(np.mean(late)) if late else None,
+                "recall": end.recall_gain,
+                "copied": end.copied_gain,
+                **(end.copied_at or {}),
+                "copying": _copying(evaluations),
+                "hits": end.hits or None,
+                "found": found_by_best(np.array(end.heads)) if end.heads else None,
+                "ms": speed and speed.time_ms,
+                "epochs": header.epochs,
+            }
+            yield Ended(name, header, {x: y for x, y in values.items() if y is not None})
 
 
 def _copying(evaluations: Sequence[Evaluation]) -> float | None:
@@ -266,16 +262,9 @@ def _copying(evaluations: Sequence[Evaluation]) -> float | None:
         if {"new", "near"} <= x.measures.keys():
             gaps.append((x.steps, x.measures["new"] - x.measures["near"]))
     for (before, low), (after, high) in itertools.pairwise(gaps):
-        if low < COPIED <= high:
+        if high >= COPIED:
             return before + (after - before) * (COPIED - low) / (high - low)
     return None
-
-
-def _alike(header: Header) -> str:
-    """Return those settings of a run that compared runs must share."""
-    training = {k: v for k, v in header.training.items() if k not in OWN}
-    model = {name: header.model.get(name) for name in ("dim", "layers", "vocabulary")}
-    return repr((header.framework, header.dtype, header.input_sha256, training, model))
 
 
 def _settings(header: Header) -> dict[str, Any]:
@@ -283,25 +272,23 @@ def _settings(header: Header) -> dict[str, Any]:
     model = header.model
     if header.attention == "dense":
         model = {name: x for name, x in model.items() if name in OF_DENSE}
-    return {**model, "attention": header.attention, "lr": header.training["lr"]}
+    return {**model, "lr": header.training["lr"]}
 
 
-def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
-    settings = [_settings(run.header) for _, run in runs]
-    differ = {
-        attention: _differing([x for x in settings if x["attention"] == attention])
-        for attention in ("dense", "nsa")
-    }
-    named: dict[str, list[tuple[str, Ended]]] = {}
-    for run, own in zip(runs, settings, strict=True):
-        names = differ[own["attention"]]
-        if own["attention"] == "nsa":
-            names = dict.fromkeys([*NAMED, *names])
-        stated = [f"{x}={own[x]}" for x in names if own.get(x) not in (None, USUAL.get(x))]
-        named.setdefault(" ".join([own["attention"], *stated]), []).append(run)
+def _group(runs: Sequence[Ended]) -> Group:
+    named: dict[str, list[Ended]] = {}
+    for attention, always in (("dense", ()), ("nsa", NAMED)):
+        some = [run for run in runs if run.header.attention == attention]
+        settings = [_settings(run.header) for run in some]
+        names = dict.fromkeys(itertools.chain(always, *settings))
+        for name in names.keys() - always:
+            if len({repr(own.get(name)) for own in settings}) == 1:
+                del names[name]
+        for run, own in zip(some, settings, strict=True):
+            stated = [f"{x}={own[x]}" for x in names if own.get(x) not in (None, USUAL.get(x))]
+            named.setdefault(" ".join([attention, *stated]), []).append(run)
     kinds = [_by_seed(label, of) for label, of in named.items()]
-    kinds.sort(key=lambda kind: not kind.label.startswith("dense"))
-    dense, about = kinds[0], runs[0][1].header
+    dense, about = kinds[0], runs[0].header
     at = about.training
     rows = f"{at['steps']} steps of {at['batch']} x {at['seq_len']} on {about.framework}"
     if not dense.label.startswith("dense"):
@@ -316,15 +303,10 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
     name = f"{size / 1e6:.0f}M, {at['steps']} x {at['batch']} x {length(at['seq_len'])}"
     if about.framework != "torch":
         name += f", {about.framework}"
-    seen = max((run.header.epochs or 0 for _, run in runs))
+    seen = max(run.header.epochs or 0 for run in runs)
     if seen > 1:
         name += f", text seen {seen:.1f} times"
     return Group(name, kinds, dense)
-
-
-def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = dict.fromkeys(itertools.chain.from_iterable(settings))
-    return [x for x in names if len({repr(each.get(x)) for each in settings}) > 1]
 
 
 def difference(kind: Kind, dense: Kind, measure: str) -> Difference | None:
@@ -334,9 +316,9 @@ def difference(kind: Kind, dense: Kind, measure: str) -> Difference | None:
         return None
     ours, theirs = np.array([[x[measure] for x in pair] for pair in pairs]).T
     apart = ours - theirs
-    least, most = float(apart.min()), float(apart.max())
-    about = len(apart), float(theirs.mean()), least, most
-    return Difference(*_mean_and_error(apart), *about, kind is dense)
+    ends = float(apart.min()), float(apart.max())
+    about = len(apart), float(theirs.mean()), *ends, kind is dense
+    return Difference(*_mean_and_error(apart), *about)
 
 
 def _mean_and_error(values: np.ndarray) -> tuple[float, float]:
@@ -346,91 +328,53 @@ def _mean_and_error(values: np.ndarray) -> tuple[float, float]:
     return float(values.mean()), error
 
 
-def verdicts(group: Group, kind: Kind) -> list[Verdict]:
-    """Return for each of `BOUNDS`, in order, whether a kind of NSA is within the bound.
-
-    Raises:
-      NotImplementedError: There are too few pairs of runs for a verdict, or a measure is missing.
+def verdicts(group: Group, kind: Kind) -> tuple[list[Verdict], str]:
+    """Return the verdicts on a kind of NSA: for each of `BOUNDS`, in order, whether the kind is
+    within the bound, then whether its selections find copies. If a verdict is missing, also return
+    the reason. There is no verdict on selections if a random selection would often contain the
+    copies.
     """
+    name, found = f"{kind.label} ({group.name})", []
     if len(kind.runs) < LEAST_PAIRS:
-        raise NotImplementedError(
-            f"a verdict on {kind.label} ({group.name}) needs {LEAST_PAIRS} seeds, got the seeds "
-            f"{[*kind.runs]}"
+        return (
+            [],
+            f"a verdict on {name} needs {LEAST_PAIRS} seeds, got the seeds {[*kind.runs]}",
         )
-    found, missing = [], []
-    for name, bound in BOUNDS.items():
-        x = difference(kind, group.dense, name)
-        if x is None:
-            missing.append(name)
-            continue
-        less, note = (x.mean / x.dense), ""
-        if name in UPPER:
-            less, note = x.upper / x.dense, ", upper bound of 95 %"
-        elif name == "recall":
+    apart = {x: difference(kind, group.dense, x) for x in BOUNDS}
+    if missing := [x for x, y in apart.items() if y is None]:
+        return [], f"runs of {name} lack the measures {missing}"
+    about = f"{kind.label}, {group.name}"
+    for measure, x in apart.items():
+        assert x is not None
+        less, note = x.mean / x.dense, ""
+        if measure in UPPER:
+            less, note = (x.mean + x.reach(CONFIDENCE)) / x.dense, ", upper bound of 95 %"
+        elif measure == "recall":
             less = -x.mean
-        about = f"{name} as good, {kind.label}, {group.name}"
-        found.append(Verdict(about, less, bound, note))
-    if missing:
-        raise NotImplementedError(
-            f"runs of {kind.label} ({group.name}) lack the measures {missing}"
-        )
-    return found
-
-
-def selection(group: Group, kind: Kind) -> list[Verdict]:
-    """Return whether selections of NSA find copies. There is no verdict if a random selection
-    would often contain the copies.
-
-    Raises:
-      NotImplementedError: There are too few runs for a verdict.
-    """
-    if not _chance_is_low(kind):
-        return []
-    over = _over_text(kind)
+        found.append(Verdict(f"{measure} as good, {about}", less, BOUNDS[measure], note))
+    if not kind.chance_is_low:
+        return found, ""
+    over = kind.over_text
     if len(over) < LEAST_FOUND:
-        raise NotImplementedError(
-            f"{LEAST_FOUND} runs of {kind.label} ({group.name}) must have records of what heads "
-            f"find, got {len(over)} such runs"
+        return found, (
+            f"{LEAST_FOUND} runs of {name} must have records of what heads find, got {len(over)} "
+            "such runs"
         )
     mean, error = _mean_and_error(over)
     note = f", best head: {mean:+.3f} ± {error:.3f} over another text, {len(over)} seeds"
-    about = f"selection finds copies, {kind.label}, {group.name}"
-    return [Verdict(about, ERRORS * error - mean, 0.0, note)]
-
-
-def _chance_is_low(kind: Kind) -> bool:
-    """Return whether a random selection has so few hits that hits are meaningful."""
-    return bool(len(kind.hits) and kind.hits[..., 1].mean() < CHANCE)
-
-
-def _over_chance(kind: Kind) -> np.ndarray:
-    """For each run and for passages at random positions, return the hits minus chance, in the layer
-    with the highest mean."""
-    over = kind.hits[..., 0] - kind.hits[..., 1]
-    return over[:, over.mean(axis=0).argmax()]
-
-
-def _over_text(kind: Kind) -> np.ndarray:
-    """For each run that recorded the hits of heads, return the hits of the best head minus the hits
-    of this head with another text.
-    """
-    return np.array([x.found[0] - x.found[1] for x in kind.runs.values() if x.found])
+    question = f"selection finds copies, {about}"
+    return [*found, Verdict(question, ERRORS * error - mean, 0.0, note)], ""
 
 
 def _copies_from(kind: Kind) -> str | None:
     """Return the mean step at which runs begin to copy, over the runs that begin to copy. For bytes
     the result is None, since losses per byte are too small for `COPIED`.
     """
-    runs = [
-        x.values
-        for x in kind.runs.values()
-        if "near" in x.values and x.header.model["vocabulary"] > 256
-    ]
-    steps = [x["copying"] for x in runs if "copying" in x]
-    if not runs or not steps:
-        return "not yet" if runs else None
-    few = "" if len(steps) == len(runs) else f" ({len(steps)} of {len(runs)} runs)"
-    return f"{np.mean(steps):.0f}{few}"
+    runs, steps = len(kind.each("near")), kind.each("copying")
+    if not runs or kind.first.model["vocabulary"] <= 256:
+        return None
+    few = "" if len(steps) == runs else f" ({len(steps)} of {runs} runs)"
+    return f"{steps.mean():.0f}{few}" if len(steps) else "not yet"
 
 
 def _held(over: np.ndarray) -> str:
@@ -442,7 +386,7 @@ def _held(over: np.ndarray) -> str:
     return f"{held}: {mean:+.3f} ± {error:.3f}, {len(over)} seeds"
 
 
-def _decided(kind: Kind, told: Sequence[Verdict], untold: Sequence[str]) -> str:
+def _decided(kind: Kind, told: Sequence[Verdict], untold: str) -> str:
     """Return the verdict that follows from the bounds."""
     broken = [x.question.split(f", {kind.label}")[0] for x in told if not x.ok]
     if broken:
@@ -452,39 +396,25 @@ def _decided(kind: Kind, told: Sequence[Verdict], untold: Sequence[str]) -> str:
     return "yes, but whether selections find copies is not decided" if untold else "yes"
 
 
-def _told(group: Group, kind: Kind) -> tuple[list[Verdict], list[str]]:
-    """Return the verdicts that are possible, and the reasons for the missing verdicts."""
-    told, untold = [], []
-    for judge in (verdicts, selection):
-        try:
-            told += judge(group, kind)
-        except NotImplementedError as error:
-            untold.append(str(error))
-            break
-    return told, untold
-
-
 def line(group: Group, kind: Kind) -> dict[str, Any]:
     """Return the values of a kind for the tables `quality_..` of `tables.yaml`."""
-    runs, hits = kind.runs.values(), kind.hits
-    alike = len({x.header.device for x in runs}) == 1  # times of different devices have no mean
-    times = [x.ms for x in runs if x.ms is not None and alike]
-    best = [x.found for x in runs if x.found is not None]
-    seen = [x.header.epochs for x in runs]
-    told, untold = _told(group, kind)
+    times, best, epochs, hits = map(kind.each, ("ms", "found", "epochs", "hits"))
+    alike = len({x.header.device for x in kind.runs.values()}) == 1
+    told, untold = verdicts(group, kind)
     found: dict[str, Any] = {x: difference(kind, group.dense, x) for x in MEASURES} | {
         "at": {x: difference(kind, group.dense, str(x)) for x in DISTANCES},
         "group": group.name,
         "label": kind.label,
         "of_nsa": kind.label.removeprefix("nsa").strip() or None,
         "millions": [x.first.parameters / 1e6 for x in (kind, group.dense)],
-        "ms": np.mean(times) if times else None,
-        "found": np.mean(best, axis=0) if best else None,
-        "seen": None if None in seen else max(x for x in seen if x is not None),
+        # times of different devices have no mean
+        "ms": times.mean() if alike and len(times) else None,
+        "found": best.mean(axis=0) if len(best) else None,
+        "seen": epochs.max() if len(epochs) == len(kind.runs) else None,
         "seeds": ", ".join(map(str, kind.runs)),
-        "pairs": len(runs),
+        "pairs": len(kind.runs),
         "copies_from": _copies_from(kind),
-        "over_text": _held(_over_text(kind)),
+        "over_text": _held(kind.over_text),
         "bounds": dict(zip(BOUNDS, told, strict=False)),
         "decided": _decided(kind, told, untold),
     }
@@ -493,47 +423,49 @@ def line(group: Group, kind: Kind) -> dict[str, Any]:
         each = " ".join(f"{x:.2f}" for x in mean[:, 0])
         found["hits"] = f"{each} / {mean[:, 1].mean():.2f}"
         found["highest"] = max(mean.tolist())
-        found["over_chance"] = _held(_over_chance(kind))
+        # in the layer in which hits exceed chance the most
+        over = hits[..., 0] - hits[..., 1]
+        found["over_chance"] = _held(over[:, over.mean(axis=0).argmax()])
     return {name: x for name, x in found.items() if x is not None}
 
 
 def _with_distances(group: Group) -> Group:
     """Return the pairs of runs for which copied passages were measured by distance."""
-
-    def measured(kind: Kind, seeds: Container[int]) -> Kind:
-        runs = {k: x for k, x in kind.runs.items() if k in seeds and DISTANCE in x.values}
-        return Kind(kind.label, runs)
-
-    dense = measured(group.dense, group.dense.runs)
-    others = [measured(kind, dense.runs) for kind in group.kinds[1:]]
-    there = [kind for kind in others if kind.runs]
-    return Group(group.name, [dense, *there] if there else [], dense)
-
-
-def _shown(name: str, group: Group) -> Group:
-    """Return the group with only those kinds that have a row in the table `name`."""
-    enough = lambda kinds, least: [kind for kind in kinds if len(kind.runs) >= least]
-    kinds = group.kinds
-    if name == "distances":
-        return _with_distances(group)
-    if name == "found":
-        kinds = filter(_chance_is_low, enough(kinds, LEAST_FOUND))
-    elif name == "bounds":
-        kinds = enough(group.nsa, LEAST_PAIRS)
-    elif name == "summary":
-        # The kinds with the most pairs are shown. Losses of models without recall depend only on
-        # the step at which a model learns to copy.
-        kinds = enough(group.nsa, max([2, *(len(kind.runs) for kind in group.nsa)]))
-        recall = ((kind, difference(kind, group.dense, "recall")) for kind in kinds)
-        least = LEAST_RECALL
-        kinds = (k for k, x in recall if x and max(x.dense, x.dense + x.mean) > least)
-    return dataclasses.replace(group, kinds=[*kinds])
+    measured = [
+        {seed for seed, x in kind.runs.items() if str(DISTANCES[0]) in x.values}
+        for kind in group.kinds
+    ]
+    kinds = [
+        Kind(kind.label, {k: kind.runs[k] for k in kind.runs if k in seeds & measured[0]})
+        for kind, seeds in zip(group.kinds, measured, strict=True)
+    ]
+    there = [kind for kind in kinds if kind.runs]
+    return Group(group.name, there if len(there) > 1 else [], kinds[0])
 
 
 def rows(name: str, group: Group) -> list[list[str]]:
-    """Return the cells of the table `quality_<name>` below its `head`."""
-    some = _shown(name, group)
-    lines = tables.rows(f"quality_{name}", (line(some, kind) for kind in some.kinds))
+    """Return the cells of the table `quality_<name>` below its `head`. A kind without enough runs
+    or measures has no row.
+    """
+    nsa = group.nsa
+    least = {
+        "found": LEAST_FOUND,
+        "bounds": LEAST_PAIRS,
+        # The kinds with the most pairs are shown.
+        "summary": max([2, *(len(kind.runs) for kind in nsa)]),
+    }
+    if name == "distances":
+        group = _with_distances(group)
+    kinds = group.kinds
+    if name in least:
+        kinds = [kind for kind in nsa if len(kind.runs) >= least[name]]
+    if name == "found":
+        kinds = [kind for kind in kinds if kind.chance_is_low]
+    if name == "summary":
+        # Losses of models without recall depend only on the step at which a model learns to copy.
+        recall = ((kind, difference(kind, group.dense, "recall")) for kind in kinds)
+        kinds = [k for k, x in recall if x and x.dense + max(0, x.mean) > LEAST_RECALL]
+    lines = tables.rows(f"quality_{name}", (line(group, kind) for kind in kinds))
     return [[*cells.values()] for cells in lines]
 
 
@@ -553,9 +485,9 @@ def main(argv: Sequence[str]) -> int:
         print("not decided, since no run has NSA", file=sys.stderr)
         status = exit_status.NOT_MEASURED
     for group, kind in kinds:
-        told, untold = _told(group, kind)
-        for reason in untold:
-            print(f"not decided: {reason}", file=sys.stderr)
+        told, untold = verdicts(group, kind)
+        if untold:
+            print(f"not decided: {untold}", file=sys.stderr)
             status = status or exit_status.NOT_MEASURED
         for verdict in told:
             print(verdict)
