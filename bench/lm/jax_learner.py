@@ -49,8 +49,8 @@ class Step(NamedTuple):
     loss, a result of the first program.
     """
 
-    gradients: jax.stages.Compiled  # (weights, rows) to numbers, squares and gradients
-    update: jax.stages.Compiled  # (weights and moments, gradients, numbers, rate) to new ones
+    gradients: Any  # (weights, rows) to numbers, squares and gradients
+    update: Any  # (weights and moments, gradients, numbers, rate) to new ones
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory on one device in bytes, by the plan of the compiler."""
@@ -181,11 +181,10 @@ def _finite(program: Program, leaves):
 
 
 @functools.cache
-def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
-    """Compile the step. `tree` is the structure of weights and moments. `shapes` has the shapes
-    of weights and moments, of the rate and of the rows, each as leaves and a tree."""
-    leaves, rate, rows = (at.unflatten(each) for each, at in shapes)
-    of_params = jax.tree.structure(tree.unflatten(leaves)[0])
+def _step(program: Program, tree: jax.tree_util.PyTreeDef) -> Step:
+    """Return the programs of a step, which are not compiled yet. `tree` is the structure of weights
+    and moments."""
+    of_params = tree.children()[0]
 
     def gradients(params, rows):
         return _gradients(program, of_params.unflatten(params), rows)
@@ -198,11 +197,7 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
         assert after == tree
         return leaves
 
-    lowered = jax.jit(gradients).lower(leaves[: of_params.num_leaves], rows)
-    first = lowered.compile()
-    numbers, _, grads = jax.tree.map(_placed, lowered.out_info, first.output_shardings)
-    second = jax.jit(update, donate_argnums=0).lower(leaves, grads, numbers, rate)
-    return Step(first, second.compile())
+    return Step(jax.jit(gradients), jax.jit(update, donate_argnums=0))
 
 
 def _gradients(program: Program, params, rows: Rows):
@@ -331,11 +326,15 @@ class Learner:
     def _begin(self, batch: Batch) -> Begun:
         """Enqueue the gradients of `batch`. The first call compiles the step."""
         rows = self._rows(batch)
-        if self.compiled is None:
-            shapes = tuple(_shapes(x) for x in (self.leaves, np.float32(0), rows))
-            with self._precision():
-                self.compiled = _compiled(self.program, self._tree, shapes)
-        found = self.compiled.gradients(self.leaves[: self.weights], rows)
+        given = self.leaves[: self.weights], rows
+        if self.compiled is not None:
+            return Begun(batch, self.compiled, self.compiled.gradients(*given))
+        step, rate = _step(self.program, self._tree), np.float32(0)
+        with self._precision():
+            gradients = step.gradients.lower(*given).compile()
+            numbers, _, grads = found = gradients(*given)
+            update = step.update.lower(self.leaves, grads, numbers, rate).compile()
+        self.compiled = Step(gradients, update)
         return Begun(batch, self.compiled, found)
 
     def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray:
@@ -472,13 +471,3 @@ def _place(steps: tuple[Any, ...]) -> list[int | str]:
     """Return a key that sorts paths in the order of the model's weights."""
     known = {name: f"{i}" for i, name in enumerate(ORDER)}
     return [step if isinstance(step, int) else known.get(step, step) for step in steps]
-
-
-def _shapes(tree: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.tree_util.PyTreeDef]:
-    """Return shape, dtype and sharding of each leaf, and the structure of the tree."""
-    leaves, at = jax.tree.flatten(tree)
-    return tuple(_placed(x, getattr(x, "sharding", None)) for x in leaves), at
-
-
-def _placed(x: Any, sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -8,7 +8,7 @@ import dataclasses
 import typing
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pydantic
 
@@ -29,10 +29,13 @@ class Line:
     `implementation` names the implementation of the forward pass.
     """
 
-    kind: ClassVar[str]
     framework: str
     attention: str
     implementation: str
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__.lower()
 
     @property
     def run(self) -> str:
@@ -43,7 +46,6 @@ class Line:
 class Header(Line):
     """The description of a run, written before its first step."""
 
-    kind: ClassVar[str] = "header"
     model: dict[str, Any]
     parameters: int
     training: dict[str, Any]
@@ -66,7 +68,6 @@ class Step(Line):
     before clipping.
     """
 
-    kind: ClassVar[str] = "step"
     step: int
     loss: float
     grad_norm: float
@@ -81,7 +82,6 @@ class Watch(Line):
     empty for dense attention.
     """
 
-    kind: ClassVar[str] = "watch"
     step: int
     loss: float
     grad_norm: float
@@ -95,7 +95,6 @@ class Watch(Line):
 class Evaluation(Line):
     """Mean losses on held-out text after `steps` steps, by name (`bench.lm.measures`)."""
 
-    kind: ClassVar[str] = "evaluation"
     steps: int
     measures: dict[str, Any]
 
@@ -104,7 +103,6 @@ class Evaluation(Line):
 class Speed(Line):
     """The cost of a step at one shape, in a run or measured separately (`--throughput`)."""
 
-    kind: ClassVar[str] = "speed"
     model: str
     dtype: str
     batch: int
@@ -138,7 +136,6 @@ class Speed(Line):
 class Summary(Line):
     """The end of a run."""
 
-    kind: ClassVar[str] = "summary"
     status: Literal["ok", "stopped", "diverged"]
     reason: str = ""
     steps: int  # number of steps done
@@ -158,7 +155,10 @@ class Summary(Line):
     needle: dict[str, Any] | None = None
 
 
-KINDS = {cls.kind: cls for cls in (Evaluation, Header, Step, Speed, Summary, Watch)}
+# the classes of lines, by the value of `kind` in a line
+KINDS: dict[str, type[Line]] = {
+    cls.__name__.lower(): cls for cls in (Evaluation, Header, Step, Speed, Summary, Watch)
+}
 
 
 def append(path: str | Path, lines: Iterable[Line]) -> None:
@@ -180,7 +180,6 @@ def _checked(data: Any, where: str) -> Line:
     """Check `data` and return the line."""
     if not isinstance(data, dict) or data.get("kind") not in KINDS:
         raise ValueError(f"{where}: kind must be one of {sorted(KINDS)}, got {data!r:.60}")
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"{where}: schema must be {SCHEMA}, got {data.get('schema')!r}")
-    values = {name: x for name, x in data.items() if name not in ("kind", "schema")}
-    return records.checked(KINDS[data["kind"]], values, where)
+    if (schema := data.pop("schema", None)) != SCHEMA:
+        raise ValueError(f"{where}: schema must be {SCHEMA}, got {schema!r}")
+    return records.checked(KINDS[data.pop("kind")], data, where)

@@ -22,7 +22,7 @@ class Parallel:
         key/value heads. JAX only.
       accumulate: number of micro-batches per batch.
       compiled: whether blocks in torch run with `torch.compile`.
-      safe: the argument of `torch_parallel.DDPLearner`.
+      safe: See `torch_parallel.DDPLearner`.
 
     Raises:
       ValueError: The number of devices does not allow this layout.

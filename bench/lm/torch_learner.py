@@ -27,8 +27,9 @@ from nsa_torch.varlen import VarlenMetadata, varlen_metadata
 from ..harness import timing
 from . import share
 from .data import Batch
+from .parallel import Parallel
 from .ranks import Ranks
-from .spec import DivergedError, Task
+from .spec import DivergedError, Phase, Task
 from .torch_lm import LM, Block, Packing
 
 # The files of a checkpoint, and the name of each moment in the state of AdamW.
@@ -70,13 +71,13 @@ class Learner:
       initial: File of `nsa_interop.weights` with the initial weights.
       implementation: For NSA as in `nsa_torch.attention`; for dense attention a name of
         `torch_lm.BACKENDS`, or None for "math".
-      graph: Whether the forward and backward pass of a micro-batch are one CUDA graph. On the CPU
-        `graph` has no effect. A graph cannot contain operations that wait for the device.
-      accumulate: Number of micro-batches per batch, whose gradients are summed in float32.
-      compiled: Whether blocks run with `torch.compile`.
+      parallel: The layout on several devices, by default one device. `accumulate` is the number of
+        micro-batches per batch, whose gradients are summed in float32.
       ranks: The processes of the run. One collective after the last micro-batch sums the
         gradients. `DistributedDataParallel` overlaps sums with computation by hooks, but hooks do
         not run in a graph.
+      graph: Whether the forward and backward pass of a micro-batch are one CUDA graph. On the CPU
+        `graph` has no effect. A graph cannot contain operations that wait for the device.
     """
 
     def __init__(
@@ -84,27 +85,26 @@ class Learner:
         task: Task,
         initial: Path,
         implementation,
-        graph: bool = True,
-        accumulate: int = 1,
-        compiled: bool = False,
+        parallel: Parallel = Parallel(),
         ranks: Ranks = Ranks(),
+        graph: bool = True,
     ):
-        self.training, self.ranks = task.training, ranks
+        self.training, self.ranks, self.parallel = task.training, ranks, parallel
         training = task.training
         self.dtype = getattr(torch, task.dtype)
-        self.accumulate, self.config = accumulate, task.model.layer.config
+        self.accumulate, self.config = parallel.accumulate, task.model.layer.config
         cuda = torch.cuda.is_available()
         self.graph = graph and cuda
-        # graphs by shape; maximum number of documents per micro-batch
-        self.captured, self.room = {}, 0
+        # graphs by shape; maximum number of documents per micro-batch; phase of the last step
+        self.captured, self.room, self.phase = {}, 0, Phase()
         self.place = torch.device("cuda" if cuda else "cpu")
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         self.master = LM(task.model, implementation).to(self.place)
         weights.load(initial, self.master)
-        self.share = share.Share(training.batch, accumulate, ranks.rank, ranks.size)
+        self.share = share.Share(training.batch, self.accumulate, ranks.rank, ranks.size)
         self.model = self._network()
-        if compiled:
+        if parallel.compiled:
             for block in self._blocks():
                 block.compile()
         self.trained = self._trained()

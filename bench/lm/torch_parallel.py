@@ -45,20 +45,14 @@ class Cast(nn.Module):
 class DDPLearner(Learner):
     """A learner with `DistributedDataParallel`, without a CUDA graph.
 
-    Args:
-      safe: Whether to give gradients their own memory, detect weights that a step does not use, and
-        compare collectives between ranks. A safe run is slower. Use `safe` if a step hangs or if
-        ranks differ.
-      options: See `torch_learner.Learner`.
+    With `parallel.safe` gradients have their own memory, weights that a step does not use are
+    detected, and collectives are compared between ranks. A safe run is slower. Use `safe` if a step
+    hangs or if ranks differ.
     """
-
-    def __init__(self, *args, safe: bool = False, **options):
-        self.safe = safe
-        super().__init__(*args, **options | {"graph": False})
 
     def _network(self) -> nn.Module:
         network = Cast(self.master, self.dtype)
-        if not self.safe:
+        if not self.parallel.safe:
             return DistributedDataParallel(network, gradient_as_bucket_view=True)
         # torch 2.14 crashes in DistributedDataParallel with a process group that compares
         # collectives. DistributedDataParallel therefore has a group that does not compare them,
@@ -103,10 +97,6 @@ class FSDPLearner(DDPLearner):
     need several times as much host time.
     """
 
-    def __init__(self, *args, graph: bool = False, **options):
-        super().__init__(*args, **options)
-        self.captures, self.graph = graph, graph and self.place.type == "cuda"
-
     def _network(self) -> nn.Module:
         mesh = init_device_mesh(self.place.type, (self.ranks.size,), mesh_dim_names=("fsdp",))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
@@ -132,7 +122,7 @@ class FSDPLearner(DDPLearner):
         return [_local(x.detach()) for x in self.master.parameters()]
 
     def _backward(self, rows: list[Rows], reduce: bool = True) -> Tensor:
-        if self.captures:  # the gradients of each micro-batch are already summed over ranks
+        if self.graph:  # the gradients of each micro-batch are already summed over ranks
             return Learner._backward(self, rows, reduce=False)
         return self._backward_of(rows)
 

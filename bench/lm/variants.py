@@ -199,15 +199,13 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
                 "a CUDA graph supports neither --ddp_safe (the graph does not run its hooks) nor "
                 "--compile"
             )
-    options = dict(accumulate=spread.accumulate, compiled=spread.compiled, graph=variant.graph)
     kind: Any = torch_learner.Learner
     if spread.kind == "fsdp" or (spread.kind == "ddp" and not variant.graph):
         from . import torch_parallel
 
-        options |= {"safe": spread.safe}
         sharded = spread.kind == "fsdp"
         kind = torch_parallel.FSDPLearner if sharded else torch_parallel.DDPLearner
-    return kind(task, initial, variant.implementation, ranks=ranks, **options)
+    return kind(task, initial, variant.implementation, spread, ranks, variant.graph)
 
 
 def free() -> None:
