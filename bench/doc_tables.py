@@ -187,7 +187,8 @@ def chosen(name: str, device: str = "", commit: str = "", **options: str) -> lis
 
 def made(name: str, lines: Iterable[Line]) -> str:
     """Return a table of `KINDS` from these lines. Lines with equal cells `row` share a row, in
-    which the last line of each column counts. Rows and columns without a figure are left out.
+    which the last line of each column counts. Rows without a figure are left out, and columns of
+    the template `column` without a figure.
     """
     kind = KINDS[name]
     found: dict[tuple, dict[str, Line]] = {}
@@ -207,7 +208,7 @@ def made(name: str, lines: Iterable[Line]) -> str:
     for column, title, *own in columns:
         (template,) = own or [kind["cells"]]
         cells = [cell(template, of.get(column, {})) for of in found.values()]
-        if {*cells} - {MISSING}:
+        if not column or {*cells} - {MISSING}:
             shown.append((column, title, cells))
     ends = kind.get("commits", {"commit": ""})
     rows = []
