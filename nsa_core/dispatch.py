@@ -282,7 +282,10 @@ class Registry:
         choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
         refused, whole = dict[str, str](), None
         for entry in self.table.get(WHOLE, ()):
-            other = next((x for x in choices if x.implementation != entry.name), None)
+            others = [x for x in choices if x.implementation != entry.name]
+            if len(others) == len(choices):  # no step runs on it
+                continue
+            other = next(iter(others), None)
             if other is not None:
                 reason = f"{other.step} runs on {other.implementation}"
             else:

@@ -11,7 +11,7 @@ from nsa_core import policy
 from nsa_core.dispatch import OnUnsupported, Problem, Registry
 from nsa_core.types import Branches
 
-NAMES = ("reference", "xla", "sdpa", "fa2", "jax", "mosaic", "triton")
+NAMES = ("reference", "xla", "sdpa", "fa2", "jax", "mosaic", "triton", "invariant")
 
 _KERNELS = Branches(
     *(

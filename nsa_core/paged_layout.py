@@ -349,31 +349,41 @@ def finished(ops: ArrayOps, tokens: Tokens, batch: int, config: NSAConfig) -> Fi
 
 
 class PaddedQueries(NamedTuple):
-    """Rows of queries that are padded at their start. `token` `[B, T]` is the index of each
+    """Rows of queries that are padded. `token` `[B, T]` is the index of each
     query's token in the call, clamped to valid indices. `there` is False for padding. `flat`
-    `[N]` is the index of each token in `[B * T]`.
+    `[N]` is the index of each token in `[B * T]`. `end` `[B]` is the position after the last
+    query of each row.
     """
 
     token: Any
     there: Any
     flat: Any
+    end: Any
 
 
-def pad_queries(ops: ArrayOps, tokens: Tokens, lengths, cu_seqlens_q, T: int) -> PaddedQueries:
-    """Arrange the tokens of a call in rows of `T` queries."""
+def pad_queries(
+    ops: ArrayOps, tokens: Tokens, lengths, cu_seqlens_q, T: int, multiple: int | None = None
+) -> PaddedQueries:
+    """Arrange the tokens of a call in rows of `T` queries. All padding is before the queries. With
+    `multiple`, the first query of a padded row has the last position that is a multiple of
+    `multiple` and has no later position than the row's first query.
+    """
     batch, (count,) = lengths.shape[0], tokens.row.shape
-    from_end = ops.arange(lengths, T) - T  # [1, T], negative
     if cu_seqlens_q is None:
         each = count // batch
         end = (ops.arange(lengths, batch)[0] + 1) * each
         begin = end - each
     else:
         begin, end = cu_seqlens_q[:-1], cu_seqlens_q[1:]
-    token = end[:, None] + from_end
-    there = token >= begin[:, None]
+    before = T - (end - begin)
+    if multiple is not None:
+        before = (lengths - (end - begin)) % multiple
+    token = (begin - before)[:, None] + ops.arange(lengths, T)
+    there = (token >= begin[:, None]) & (token < end[:, None])
     index = ops.arange(lengths, count)[0]
-    column = (T + index - end[tokens.row]).clip(0, T - 1)
-    return PaddedQueries(token.clip(0, count - 1), there, tokens.row * T + column)
+    column = (index - (begin - before)[tokens.row]).clip(0, T - 1)
+    last = lengths - (end - begin) - before + T
+    return PaddedQueries(token.clip(0, count - 1), there, tokens.row * T + column, last)
 
 
 INDICES = ("int32",)

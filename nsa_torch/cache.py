@@ -27,7 +27,7 @@ from nsa_core.paged_layout import PAGES, first_slot
 from nsa_core.types import Branches
 from nsa_torch import checks, functional, paged_attend
 from nsa_torch.compress import apply_phi
-from nsa_torch.dispatch import choose, problem_key
+from nsa_torch.dispatch import INVARIANT, choose, problem_key
 from nsa_torch.geometry import own_tokens
 from nsa_torch.operators import refuse_transforms, requires_grad
 from nsa_torch.paged import NewTokens, PagedCache, write_tokens
@@ -269,6 +269,11 @@ def cached_attention(
     if not by_torch and config == cache.config:
         rows = query, gates, pages, whole.page_table, lengths, scale
         decided = paged_attend.decide_step(*rows, implementation)
+    if decided is None and implementation == INVARIANT:
+        raise NotImplementedError(
+            f"{INVARIANT}: attention to a cache needs the config of the cache, and supports neither "
+            "gradients nor torch.compile"
+        )
     if decided is not None:
         refuse_transforms(query, *learned)
         out = paged_attend.finish(decided.inputs, decided, new, None, step)

@@ -23,6 +23,7 @@ from kernels_pallas.runtime import loaded
 from nsa_core import debug, policy
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import FUNCTIONS, WHOLE, Implementation, Problem, Registry, layer_note
+from nsa_core.steps import mosaic_forward
 from nsa_core.types import Branches
 from nsa_torch import fa2, operators, plans
 from nsa_torch.debug import TORCH
@@ -30,6 +31,7 @@ from nsa_torch.operators import config_of, requires_grad
 from nsa_torch.plain import constant
 from nsa_torch.torch_ops import device_name
 
+INVARIANT = "invariant"  # the name of the implementation, and of its module
 COMPILER = (
     "needs a C compiler and the compiler in JAX's CUDA plugin (pip install 'jax[cuda13]'), or "
     "kernels that are already built (python -m nsa_interop.build)"
@@ -87,6 +89,21 @@ def mosaic_why_not(problem: Problem) -> str | None:
     return problem.strided and f"needs {problem.strided}"
 
 
+def invariant_why_not(problem: Problem) -> str | None:
+    """Return the reason why the implementation `invariant` cannot run the problem, or None."""
+    if reason := mosaic_why_not(problem):
+        return reason
+    if problem.cached:
+        return "has no gradient for a cache" if problem.requires_grad else None
+    if problem.packed:
+        return "supports no packed rows, where bits depend on the place of a sequence"
+    first = problem.S - problem.T
+    multiple = mosaic_forward.order_tokens(problem.H, problem.Hkv, problem.D, problem.Dv)
+    if first > 0 and first % multiple:
+        return f"needs queries that begin at a multiple of {multiple} tokens, got {first}"
+    return None
+
+
 def triton_why_not(problem: Problem) -> str | None:
     """Return the reason why the Triton kernels cannot run the problem or read the tensors in place,
     or None.
@@ -110,11 +127,14 @@ def _table(step: str) -> tuple[Implementation, ...]:
         # never refuses a call and comes first
         ("jax", "autograd", jax_why_not),
         ("reference", "reference"),  # dense computation
+        # Mosaic kernels in one order of sums. `reference` comes first, so that only an explicit
+        # name selects it
+        (INVARIANT, INVARIANT, invariant_why_not),
     ]
     return tuple(
         Implementation(name, f"nsa_torch.{module}:{function}", *why_not)
         for name, module, *why_not in rows
-        if step != WHOLE or name in ("mosaic", "triton", "jax")
+        if step != WHOLE or name in ("mosaic", "triton", "jax", INVARIANT)
     )
 
 

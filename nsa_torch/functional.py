@@ -61,7 +61,7 @@ from nsa_torch.geometry import geometry_of
 from nsa_torch.plain import as_given
 from nsa_torch.varlen import VarlenMetadata, borders_of
 
-type Name = Literal["mosaic", "triton", "fa2", "sdpa", "jax", "reference"]
+type Name = Literal["mosaic", "triton", "fa2", "sdpa", "jax", "reference", "invariant"]
 type Names = Name | Branches[Name | None] | None
 
 

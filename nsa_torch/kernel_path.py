@@ -47,6 +47,7 @@ class KernelLayout:
         `operators.LAYOUT_ARGS`.
       assume_finite: whether rows of padding, and keys and values to which no query attends, are
         known to be finite.
+      may_gather: As in `Params`.
       placed: Whether the sequences of a packed row are laid out in slots (`nsa_core.varlen`). If
         `placed` is true, the compressed tokens of a sequence are stored in the slots of the
         sequence.
@@ -67,6 +68,7 @@ class KernelLayout:
         *,
         assume_finite=False,
         placed=False,
+        may_gather=True,
     ):
         self.ops, self.config, self.scale = ops, operators.config_of(*config), scale
         self.kv_len, self.lengths = kv_len, lengths
@@ -76,7 +78,7 @@ class KernelLayout:
         self.device = getattr(query, "device", None)  # arrays of a plan have no device
         self.fixed = lengths is None and cu_seqlens is None  # the layout depends only on sizes
         self.packed = cu_seqlens is not None
-        self.placed = placed
+        self.placed, self.may_gather = placed, may_gather
         self.max_seqlen = max_seqlen
 
     @property
@@ -104,7 +106,7 @@ class KernelLayout:
     @property
     def params(self) -> Params:
         """The parameters of every step of a call."""
-        return Params(self, self.config, self.scale)
+        return Params(self, self.config, self.scale, self.may_gather)
 
     @functools.cached_property
     def _arrays(self) -> Places:
@@ -205,6 +207,7 @@ class KernelPath:
     Args:
       name: name of the implementation.
       steps: the steps of attention on the kernels of this implementation.
+      may_gather: As in `Params`.
       masks: Whether the kernels skip padding, and keys and values to which no query attends. If
         `masks` is False, the kernels read copies in which these tokens are zeros.
       list_shapes: function that returns the shapes of `steps.lists`. The arguments of
@@ -221,9 +224,11 @@ class KernelPath:
         steps: Steps,
         *,
         masks: bool,
+        may_gather: bool = True,
         list_shapes: Callable[..., list[tuple[int, ...]]] = lambda *arguments: [],
     ):
         self.name, self.steps, self.masks, self.list_shapes = name, steps, masks, list_shapes
+        self.may_gather = may_gather
         for branch in BRANCHES:
             forward, backward = (
                 Planned(functools.partial(function, branch))
@@ -268,6 +273,7 @@ class KernelPath:
         options = {
             "assume_finite": assume_finite or self.masks,
             "placed": self.steps.reads_places,
+            "may_gather": self.may_gather,
         }
         return KernelLayout(ops, query, *layout_args, **options)
 

@@ -17,7 +17,13 @@ def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
     return [array.shape for array in list_arrays(spec).values()]
 
 
-PATH = KernelPath("mosaic", mosaic_attention.STEPS, masks=False, list_shapes=_list_shapes)
+def path(name: str, may_gather: bool) -> KernelPath:
+    """Return the functions of the implementation `name` on Mosaic kernels."""
+    options = {"masks": False, "may_gather": may_gather, "list_shapes": _list_shapes}
+    return KernelPath(name, mosaic_attention.STEPS, **options)
+
+
+PATH = path("mosaic", True)
 compressed_attention = PATH.compressed_attention
 selected_attention = PATH.selected_attention
 sliding_attention = PATH.sliding_attention

@@ -13,10 +13,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels_pallas.runtime import loaded
 from kernels_pallas.specs import interval
+from kernels_pallas.specs.tile import cdiv
 from kernels_pallas.triton import decode_descriptions
 from kernels_pallas.triton.decode_descriptions import QUERIES
 from nsa_core import debug, paged_append, paged_dispatch, paged_layout
@@ -179,18 +181,23 @@ def decide_step(
     query, gates, pages, page_table, lengths, scale, implementation
 ) -> Decided | None:
     """Choose the kernels that read pages for attention of the last tokens `[B, T, H, D]` of all
-    rows. Return None if no such kernel can run. The arguments are the checked arguments of
+    rows, or the implementation `invariant` if it is named. Return None if no kernel on pages can
+    run. The arguments are the checked arguments of
     `cached_attention`, and the pages of the cache.
     """
-    if implementation not in (None, *paged_dispatch.KERNELS) or query.shape[1] > QUERIES:
+    invariant = implementation == dispatch.INVARIANT
+    on_pages = implementation in (None, *paged_dispatch.KERNELS) and query.shape[1] <= QUERIES
+    if not (invariant or on_pages):
         return None
     gates = paged_dispatch.joined_gates(OPS, gates, query).flatten(0, 1)
     at = page_table, lengths, None, scale
     try:
         found = _decide(Inputs(query.flatten(0, 1), gates, pages, *at), None, implementation)
     except NotImplementedError:
+        if invariant:
+            raise
         return None
-    return None if found.choice.implementation == paged_dispatch.GATHERED else found
+    return found if invariant or found.choice.implementation != paged_dispatch.GATHERED else None
 
 
 def _in_runs(
@@ -461,16 +468,28 @@ def gathering(
         length = max_seqlen_q
     length = max(length, 1)
     paged_layout.check_row_length(length, capacity)
-    lengths = inputs.lengths.clamp(max=capacity)
+    lengths = ends = inputs.lengths.clamp(max=capacity)
+    multiple = None
+    if implementation == dispatch.INVARIANT:
+        asked = query[None], cache.selected_key, cache.selected_value.shape[3], config, False, {}
+        dispatch.choose(dispatch.problem_key(*asked, cached=True), implementation)  # may refuse
+        (heads, key_width), kv_heads = query.shape[1:], cache.selected_key.shape[2]
+        sizes = heads, kv_heads, key_width, cache.selected_value.shape[3]
+        multiple = mosaic_forward.order_tokens(*sizes)
+        # Rows begin and end at a multiple. Queries after a row's tokens need room in the table.
+        length = cdiv(length + multiple - 1, multiple) * multiple
+        table = F.pad(table, (0, cdiv(length, config.select_block)))
+        whole, full = None, False
     tokens = None
     if not full:
         tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, query.shape[0])
-    if tokens is None or cu_seqlens_q is None:  # no row is padded
+    if multiple is None and (tokens is None or cu_seqlens_q is None):  # no row is padded
         padded = None
         given = readable(query), inputs.gates
         queries, gates = (x.unflatten(0, (rows, length)) for x in given)
     else:
-        padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length)
+        padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length, multiple)
+        ends = padded.end
         there = padded.there[..., None, None]
         queries, gates = (torch.where(there, x[padded.token], 0) for x in (query, inputs.gates))
     gates = Branches(*gates.unbind(-1))
@@ -501,7 +520,7 @@ def gathering(
             out = chosen.load("attention")(*tensors, assume_finite=True, pages=pages, **options)
             return out.flatten(0, 1)
         key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
-        rest = {"config": config, "kv_len": lengths, "cu_seqlens": None, "scale": inputs.scale}
+        rest = {"config": config, "kv_len": ends, "cu_seqlens": None, "scale": inputs.scale}
         out = functional.attend(
             queries, key, value, gates, compressed, None, chosen, rest, True
         )

@@ -12,7 +12,7 @@ from kernels_pallas.kernel import LENGTHS, SCALAR, SIZE
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import lowering
 from nsa_core.plan import kernels
-from nsa_torch import NSAConfig
+from nsa_torch import NSAConfig, invariant
 from tests import planned, pretend
 from tests.problems import TABLE
 
@@ -51,6 +51,16 @@ def test_an_operator_of_torch_runs_these_kernels(name, gradients):
     assert ("compress_means" in {x.name for x in found}) == mode.compresses
     wanted = kernels_of(name, 9000, gradients)
     assert {*found} == {*wanted} and len({*wanted}) == len(wanted)
+
+
+def test_invariant_gathers_no_tiles():
+    """In training with eight heads per group, `mosaic` does."""
+    heads = {"heads": 16, "kv_heads": 2, "key_width": 64, "value_width": 64}
+    given = planned.described(SHARED, 1, 9000, **heads, config=NSAConfig())
+    for path in (planned.PATHS["mosaic"], invariant.PATH):
+        plans = path.planned(SHARED, "saving").plans(given, None)
+        found = [x for plan in plans for x in plan.kernels if x.name == "selected_forward"]
+        assert [x.spec.gather_limit > 0 for x in found] == [path is not invariant.PATH]
 
 
 @by_pass

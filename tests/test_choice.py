@@ -259,6 +259,25 @@ def test_all_steps_run_at_once_where_every_step_has_the_name(framework):
         assert cached.attention is None and str(cached).endswith("sequences, got a cache)")
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"T": 300}, "needs queries that begin at a multiple of 48 tokens, got 212"),
+        ({"T": 320}, None),
+        ({"packed": True}, "supports no packed rows, where bits depend on the place of a sequence"),
+        ({"cached": True, "T": 300}, None),
+        ({"cached": True, "requires_grad": True}, "has no gradient for a cache"),
+    ],
+)
+def test_what_invariant_cannot_do(changes, reason):
+    problem = pose("selected", **HOPPER | {"framework": "torch", "device": None} | changes)
+    if reason is None:
+        assert chosen(problem, "invariant").implementation == "invariant"
+        return
+    with pytest.raises(NotImplementedError, match=f"selected: invariant: {reason}"):
+        chosen(problem, "invariant")
+
+
 def test_every_registered_kernel_is_there():
     for registry in REGISTRIES.values():
         assert {*registry.table} == {*Branches._fields, "scores", "attention"}

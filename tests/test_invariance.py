@@ -232,6 +232,26 @@ def of_prompt(implementation):
     yield "chunks or whole", chunks(0), [x[0] for x in whole]
 
 
+def of_training(implementation):
+    """Row 0 from chunks of a prompt and single tokens, beside the forward pass of training.
+    Only `invariant` runs chunks itself.
+    """
+    given, count = tokens().batch(0), tokens().length
+    leaves = [given[x].clone().requires_grad_() for x in [*given][:4]]
+    how = {"config": tokens().config, "implementation": implementation}
+    with torch.enable_grad():
+        whole = nsa_torch.attention(*leaves, **how).detach()[0]
+    named = implementation if implementation == "invariant" else "gathered"
+
+    def served():
+        pages, first = Pages(implementation, [0, 1]), count - count // 3 - STEP
+        chunks = [pages.attend(x, named) for x in (first, count // 3)]
+        return [torch.cat([*chunks, *(pages.attend(1) for _ in range(STEP))])]
+
+    yield "called again", served(), served()
+    yield "training", served(), [whole]
+
+
 def of_blocks(implementation, gradients):
     t = tokens()
 
@@ -261,6 +281,7 @@ CALLS = {
     "torch `paged_attention`, steps": of_pages,
     "torch `paged_attention`, schedules": of_schedules,
     "torch `paged_attention`, a prompt": of_prompt,
+    "torch `paged_attention`, training": of_training,
     "torch `block_attention`": lambda name: of_blocks(name, False),
     "torch `block_attention`, gradients": lambda name: of_blocks(name, True),
 }
@@ -288,12 +309,14 @@ def differences(call, implementation):
     [
         (call, name)
         for call in CALLS
-        for name in (["gathered"] if "prompt" in call else ["mosaic", "triton"])
+        for name in (["gathered"] if "prompt" in call else ["mosaic", "triton", "invariant"])
+        if name != "invariant" or "training" in call or call == "torch `attention`"
     ],
 )
 def test_kernels_give_the_bits_that_are_promised(call, name):
     found = differences(call, name)
-    assert {x: y for x, y in found.items() if x in PROMISED and y} == {}
+    promised = PROMISED | ({"training"} if name == "invariant" else set())
+    assert {x: y for x, y in found.items() if x in promised and y} == {}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -307,7 +330,7 @@ if __name__ == "__main__":
     out, commit = sys.argv[1:]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     for call in CALLS:
-        for name in ("mosaic", "triton", "sdpa", "xla", "reference", "gathered"):
+        for name in ("mosaic", "triton", "sdpa", "xla", "reference", "gathered", "invariant"):
             try:
                 found = {"extra": {"call": call} | differences(call, name)}
             except (NotImplementedError, ValueError) as error:  # it has no such implementation

@@ -232,6 +232,50 @@ def test_chunks_on_pages(interpreted, monkeypatch):
     assert torch.equal(call(), out)
 
 
+@pytest.mark.usefixtures("interpreted")
+@torch.no_grad()
+def test_invariant_chunks_and_steps_have_the_bits_of_training():
+    """Two rows on a cache and on pages. A work item has twelve tokens, whose windows span two
+    blocks of keys; with `mosaic`, a chunk that begins within a work item has other bits.
+    """
+    config = NSAConfig(compress_block=8, compress_stride=4, num_selected=4, window=130)
+    tokens = [x.detach() for x in inputs(150, 150, 16, 1, 64, 64, B=2)]
+    how = {"config": config, "implementation": "invariant"}
+    whole = nsa_torch.attention(*tokens, **how)
+    with torch.enable_grad():
+        query = tokens[0].clone().requires_grad_()
+        assert torch.equal(nsa_torch.attention(query, *tokens[1:], **how), whole)
+
+    def part(at):
+        """The arguments of the queries at `at`."""
+        ends = [at, slice(at.stop), slice(at.stop), at]
+        return [x[:, end].contiguous() for x, end in zip(tokens, ends, strict=True)]
+
+    for first, name, equal in ((140, "mosaic", False), (132, "invariant", True)):
+        at = slice(first, first + 2)
+        out = nsa_torch.attention(*part(at), config=config, implementation=name)
+        assert torch.equal(out, whole[:, at]) == equal, name
+    options = {"config": config, "dtype": torch.bfloat16}
+    cache, used = nsa_torch.init_cache(2, 192, 1, 64, 64, **options), 0
+    for count in (141, 1):
+        new = [x[:, used : used + count].contiguous() for x in tokens]
+        out, _ = nsa_torch.cached_attention(*new, cache, implementation="invariant")
+        assert torch.equal(out, whole[:, used : used + count]), count
+        used += count
+    pages = nsa_torch.PagedCache(6, 1, 64, 64, **options)
+    table = torch.tensor([[4, 0, 2], [1, 5, 3]], dtype=torch.int32)
+    used, ends = [0, 0], [[133, 60], [134, 63]]  # rows of different lengths
+    for end in ends:
+        which = [(row, slice(*at)) for row, at in enumerate(zip(used, end, strict=True))]
+        query, key, value, gates = (torch.cat([x[row, at] for row, at in which]) for x in tokens)
+        starts = torch.tensor([0, end[0] - used[0], sum(end) - sum(used)], dtype=torch.int32)
+        at = pages, table, torch.tensor(end, dtype=torch.int32), starts
+        new = {"key": key, "value": value, "implementation": "invariant"}
+        out = nsa_torch.paged_attention(query, gates, *at, **new)
+        assert torch.equal(out, torch.cat([whole[row, at] for row, at in which])), end
+        used = end
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
 @pytest.mark.parametrize("lengths", [[4096 + 70], [3000, 704], [40]], ids=str)

@@ -89,7 +89,7 @@ def intervals(
         output.
       added: An array `[B, T, H, D]` that is added to dq, possibly in place.
     """
-    layout, _, scale = params
+    layout, _, scale, _ = params
     first, *others = branches
     query = first.qkv.query
     tiles: dict[str, Any] = interval.dq_blocks(query.shape[-1], do.shape[-1])
@@ -217,7 +217,7 @@ def selected(
         `[B, places, Hkv, .]`.
       do, added: as in `intervals`.
     """
-    layout, config, scale = params
+    layout, config, scale, _ = params
     whole = block_indices
     block_indices, block = mosaic_lists.cut(ops, whole, config.select_block)
     sizes = sizes_of(qkv, scale)

@@ -68,7 +68,7 @@ def _total(ops, first, *others):
 
 
 def _spec(key, value, params: Params, length: int | None = None, others: int = 0) -> Means:
-    layout, config, _ = params
+    layout, config, *_ = params
     batch, found, kv_heads, width = key.shape
     packed = {}
     if layout.varlen is not None:

@@ -21,7 +21,7 @@ from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import combine, scores
 from kernels_pallas.specs import interval as interval_spec
 from kernels_pallas.specs import selected as selected_spec
-from kernels_pallas.specs.tile import parts_of_block
+from kernels_pallas.specs.tile import Tile, parts_of_block, slab_width
 from nsa_core.array_ops import ArrayOps, derived
 from nsa_core.config import NSAConfig
 from nsa_core.steps import key_bounds, mosaic_fp8, mosaic_gather, mosaic_lists
@@ -154,7 +154,7 @@ def _forward_spec(
         fields |= selected_spec.forward_stages(spec.D, spec.Dv, spec.block)
     else:
         fields |= selected_spec.FP8_STAGES
-    if pages is None and rounded is None:
+    if pages is None and rounded is None and params.may_gather:
         place = params.config, params.layout.packed
         fields["gather_limit"] = mosaic_gather.gather_limit(*qkv, block_indices, *place)
     return dataclasses.replace(spec, **fields)
@@ -176,6 +176,13 @@ def selected_and_sum(
     inputs = *qkv, *block_lists, last, *gates, *others
     out, lse, total = ops.run(selected_spec.forward(spec), *inputs)
     return (out, lse), total
+
+
+def order_tokens(heads: int, kv_heads: int, key_width: int, value_width: int) -> int:
+    """Return the number of tokens of a work item of the kernel `interval`. The order of the sums
+    over keys is a property of a work item, and depends on its first token."""
+    tile = Tile(heads // kv_heads, slab_width(key_width, value_width))
+    return tile.tokens * interval_spec.consumers(key_width, value_width)
 
 
 @functools.lru_cache
@@ -236,7 +243,7 @@ def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: in
     log-sum-exp `[B, T, H]` of the compressed branch. A sequence has at most `num_blocks`
     blocks.
     """
-    layout, config, scale = params
+    layout, config, scale, _ = params
     batch, length, heads, width = query.shape
     kv_heads = key.shape[2]
     ratio = config.select_block // config.compress_stride

@@ -25,11 +25,14 @@ class Params(NamedTuple):
     Attributes:
       layout: The layout of the queries, with their positions.
       scale: factor of the logits; None means `D**-0.5`.
+      may_gather: Whether the forward pass of the selected branch may gather tiles
+        (`mosaic_gather`). The order of sums of a gathered query depends on other queries.
     """
 
     layout: QueryLayout
     config: NSAConfig
     scale: float | None
+    may_gather: bool = True
 
 
 # number of SMs for kernels that run concurrently with dkv and dq of the selected branch

@@ -168,7 +168,7 @@ def selected(
 
     The arguments are the same as in `mosaic_backward.selected`.
     """
-    layout, config, scale = params
+    layout, config, scale, _ = params
     if block_lists is None:
         block_lists = tile_block_lists(ops, qkv, block_indices, params)
     p = problem_of(ops, qkv, scale)

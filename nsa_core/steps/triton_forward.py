@@ -136,7 +136,7 @@ def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: in
     query.
     """
     del num_blocks
-    layout, config, scale = params
+    layout, config, scale, _ = params
     batch, kv_heads = query.shape[0], key.shape[2]
     first, last = interval_of(ops, layout, VisibleCompressed(config))
     base = layout.compressed_start
