@@ -197,7 +197,9 @@ def decide_step(
         if invariant:
             raise
         return None
-    return found if invariant or found.choice.implementation != paged_dispatch.GATHERED else None
+    return (
+        found if invariant or found.choice.implementation != paged_dispatch.GATHERED else None
+    )
 
 
 def _in_runs(
@@ -471,7 +473,14 @@ def gathering(
     lengths = ends = inputs.lengths.clamp(max=capacity)
     multiple = None
     if implementation == dispatch.INVARIANT:
-        asked = query[None], cache.selected_key, cache.selected_value.shape[3], config, False, {}
+        asked = (
+            query[None],
+            cache.selected_key,
+            cache.selected_value.shape[3],
+            config,
+            False,
+            {},
+        )
         dispatch.choose(dispatch.problem_key(*asked, cached=True), implementation)  # may refuse
         (heads, key_width), kv_heads = query.shape[1:], cache.selected_key.shape[2]
         sizes = heads, kv_heads, key_width, cache.selected_value.shape[3]

@@ -264,7 +264,10 @@ def test_all_steps_run_at_once_where_every_step_has_the_name(framework):
     [
         ({"T": 300}, "needs queries that begin at a multiple of 48 tokens, got 212"),
         ({"T": 320}, None),
-        ({"packed": True}, "supports no packed rows, where bits depend on the place of a sequence"),
+        (
+            {"packed": True},
+            "supports no packed rows, where bits depend on the place of a sequence",
+        ),
         ({"cached": True, "T": 300}, None),
         ({"cached": True, "requires_grad": True}, "has no gradient for a cache"),
     ],

@@ -267,7 +267,9 @@ def test_invariant_chunks_and_steps_have_the_bits_of_training():
     used, ends = [0, 0], [[133, 60], [134, 63]]  # rows of different lengths
     for end in ends:
         which = [(row, slice(*at)) for row, at in enumerate(zip(used, end, strict=True))]
-        query, key, value, gates = (torch.cat([x[row, at] for row, at in which]) for x in tokens)
+        query, key, value, gates = (
+            torch.cat([x[row, at] for row, at in which]) for x in tokens
+        )
         starts = torch.tensor([0, end[0] - used[0], sum(end) - sum(used)], dtype=torch.int32)
         at = pages, table, torch.tensor(end, dtype=torch.int32), starts
         new = {"key": key, "value": value, "implementation": "invariant"}
