@@ -271,8 +271,8 @@ def cached_attention(
         decided = paged_attend.decide_step(*rows, implementation)
     if decided is None and implementation == INVARIANT:
         raise NotImplementedError(
-            f"{INVARIANT}: attention to a cache needs the config of the cache, and supports neither "
-            "gradients nor torch.compile"
+            f"{INVARIANT}: attention to a cache needs the config of the cache, and supports "
+            "neither gradients nor torch.compile"
         )
     if decided is not None:
         refuse_transforms(query, *learned)
