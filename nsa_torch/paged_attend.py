@@ -492,7 +492,7 @@ def gathering(
     tokens = None
     if not full:
         tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, query.shape[0])
-    if multiple is None and (tokens is None or cu_seqlens_q is None):  # no row is padded
+    if tokens is None or (cu_seqlens_q is None and multiple is None):  # no row is padded
         padded = None
         given = readable(query), inputs.gates
         queries, gates = (x.unflatten(0, (rows, length)) for x in given)
