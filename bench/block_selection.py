@@ -118,7 +118,7 @@ def drawn(seed: int = 0) -> Callable[..., Tensor]:
     return lambda *shape: torch.randn(*shape, **about)
 
 
-def same(x: Tensor) -> Tensor:
+def same(x: Tensor, dim: int = 1) -> Tensor:
     return x
 
 
@@ -165,18 +165,19 @@ def blocks_of(
         found = found.masked_fill(found >= own, -1).sort(dim=-1).values
         twice = torch.nn.functional.pad(found[..., 1:] == found[..., :-1], (1, 0))
         return torch.cat([found.masked_fill(twice, -1), own], dim=-1)
-    count = -(-length // block)
-    blocks = torch.arange(count, device=device)
     rows = []
-    for own in range(count):  # all queries of a block may attend to the same blocks
-        tokens = min(block, length - own * block)
-        shape = batch, kv_heads, tokens, count
+    for own in range(-(-length // block)):
+        shape = batch, kv_heads, min(block, length - own * block), own
         weight = torch.rand(shape, generator=draw, device=device)
-        weight = weight.masked_fill(blocks > own, -1.0).masked_fill(blocks == own, 2.0)
-        best = weight.topk(min(chosen, count), dim=-1)
-        found = best.indices.masked_fill(best.values < 0, -1)
+        earlier = weight.topk(min(chosen - 1, own), dim=-1).indices
+        found = torch.nn.functional.pad(earlier, (1, 0), value=own)
         rows.append(torch.nn.functional.pad(found, (0, chosen - found.shape[-1]), value=-1))
     return torch.cat(rows, dim=2)
+
+
+def ours(name: str) -> Values:
+    """Return the arguments of our functions for the implementation `name`."""
+    return {"implementation": "torch" if name == "plain" else None}
 
 
 def made_indexer() -> Any:
@@ -262,14 +263,20 @@ class Mode:
     elsewhere = ("flash_msa",)
     lists_apart = 0.0
 
+    def run(self, name: str, to: To = same, queries: Callable[..., Tensor] = same) -> Call:
+        """Return a call of the implementation `name`, which returns a list of results. `to`
+        converts the inputs to a precision. `queries` returns the queries of an array.
+        """
+        raise NotImplementedError
+
     def call(self, name: str) -> Call:
         """Return the call of the implementation `name` that is timed."""
-        raise NotImplementedError
+        return self.run(name)
 
     def checked(self, name: str, to: To = same) -> list[Tensor]:
         """Return the results of the implementation `name` for the last queries. `to` converts the
         inputs to a precision."""
-        return []
+        return self.run(name, to, last)()
 
     def exact(self) -> list[Tensor]:
         return self.checked("plain", wide)
@@ -324,26 +331,23 @@ class Attention(Mode):
         sizes = FLAGS.B, FLAGS.kv_heads, length, FLAGS.block, FLAGS.n_sel
         self.blocks = blocks_of(*sizes, device(), FLAGS.overlap)
 
-    def run(self, name: str, tensors: list[Tensor], indices: Tensor) -> Call:
-        leaves = [x.detach().requires_grad_(self.gradients) for x in tensors]
-        function = attention(name, *leaves, indices=indices)
-        if not self.gradients:
-            return lambda: [function(*leaves)]
+    def run(self, name, to=same, queries=same):
+        query, *rest = map(to, self.tensors)
+        inputs = queries(query, 2), *rest
+        leaves = [x.detach().requires_grad_(self.gradients) for x in inputs]
+        function = attention(name, *leaves, indices=queries(self.blocks, 2))
 
-        def both():
+        def call():
             out = function(*leaves)
-            return [out, *torch.autograd.grad(out, leaves, out.detach())]
+            grads = torch.autograd.grad(out, leaves, out.detach()) if self.gradients else ()
+            return [out, *grads]
 
-        return both
+        return call
 
     def call(self, name):
         if name == "nsa_torch":  # `nsa_torch` runs in its own layout
             self.tensors = [turned(turned(x).contiguous()) for x in self.tensors]
-        return self.run(name, self.tensors, self.blocks)
-
-    def checked(self, name, to=same):
-        query, *rest = map(to, self.tensors)
-        return self.run(name, [last(query, 2), *rest], last(self.blocks, 2))()
+        return self.run(name)
 
     def exact(self):
         # eager's softmax is always in float32.
@@ -368,39 +372,30 @@ class Indexer(Mode):
         block_selection.take_over()
         torch.manual_seed(0)
         how: Values = {"device": device(), "dtype": getattr(torch, FLAGS.dtype)}
-        self.module = made_indexer().to(**how)
+        self.module = made_indexer().to(**how).requires_grad_(False)
         self.hidden = torch.randn(FLAGS.B, length, HIDDEN, **how)
         ones = torch.ones(1, length, FLAGS.dk, **how)
         self.embedding = ones, torch.zeros_like(ones)
         self.position = torch.arange(length, device=device()).expand(FLAGS.B, -1)
 
-    @torch.no_grad()
-    def blocks(self, name: str) -> Tensor:
-        self.module.config._attn_implementation = name
-        return self.module(self.hidden, self.embedding, None, self.position)
-
-    @torch.no_grad()
-    def projected(self) -> list[Tensor]:
-        """Return queries `[B, S, Hi, D]` and keys `[B, S, D]`."""
+    def run(self, name, to=same, queries=same):
         made = self.module
-        project = lambda norm, to: norm(to(self.hidden).unflatten(-1, (-1, FLAGS.dk)))
+        if name in ("eager", "nsa_blocks"):
+            made.config._attn_implementation = name
+            given = self.hidden, self.embedding, None, self.position
+            return functools.partial(made, *given)
+        project = lambda norm, by: to(norm(by(self.hidden).unflatten(-1, (-1, FLAGS.dk))))
         key = project(made.k_norm, made.k_proj).squeeze(2)
-        return [project(made.q_norm, made.q_proj), key]
+        query = queries(project(made.q_norm, made.q_proj))
+        how: Values = {"pool": FLAGS.block, "num_selected": FLAGS.n_sel}
+        return functools.partial(nsa_torch.index_blocks, query, key, **how, **ours(name))
 
-    def call(self, name):
-        if name != "nsa_torch":
-            return lambda: self.blocks(name)
-        return functools.partial(self.indexed, None, *self.projected())
+    def checked(self, name, to=same):
+        return []
 
-    def indexed(self, implementation: Any, *arrays: Tensor) -> Tensor:
-        sizes = {"pool": FLAGS.block, "num_selected": FLAGS.n_sel}
-        return nsa_torch.index_blocks(*arrays, **sizes, implementation=implementation)
-
-    @torch.no_grad()
     def apart(self):
-        found = last(turned(self.blocks("nsa_blocks")))
-        query, key = map(torch.Tensor.float, self.projected())
-        want = self.indexed("torch", last(query), key)
+        found = last(turned(self.run("nsa_blocks")()))
+        want = self.run("plain", torch.Tensor.float, last)()
         return (found != want).any(dim=-1).double().mean().item()
 
 
@@ -418,28 +413,17 @@ class Loss(Mode):
         index = make(FLAGS.B, length, FLAGS.kv_heads, FLAGS.dk), make(FLAGS.B, length, FLAGS.dk)
         self.arrays = query, key, *index
 
-    def run(self, implementation: Any, lists: Tensor, lse: Tensor, *arrays: Tensor) -> Call:
-        query, key, *indexer = arrays
-        leaves = [x.detach().requires_grad_() for x in indexer]
-        how: Values = {"block_size": FLAGS.block, "implementation": implementation}
+    def run(self, name, to=same, queries=same):
+        query, key, index_query, index_key = map(to, self.arrays)
+        leaves = [x.detach().requires_grad_() for x in (queries(index_query), index_key)]
+        arrays = queries(query), key, queries(self.lse), *leaves, queries(self.lists)
+        how: Values = {"block_size": FLAGS.block, **ours(name)}
 
-        def both():
-            index_query, index_key = leaves
-            arrays = query, key, lse, index_query, index_key, lists
+        def call():
             loss = nsa_torch.indexer_kl(*arrays, **how)
             return [loss, *torch.autograd.grad(loss.mean(), leaves)]
 
-        return both
-
-    def call(self, name):
-        return self.run(None, self.lists, self.lse, *self.arrays)
-
-    def checked(self, name, to=same):
-        """Return the results of the implementation `name` for the last queries."""
-        query, key, index_query, index_key = map(to, self.arrays)
-        arrays = last(query), key, last(index_query), index_key
-        how = "torch" if name == "plain" else None
-        return self.run(how, last(self.lists), last(self.lse), *arrays)()
+        return call
 
 
 class Listed(Mode):
@@ -447,23 +431,26 @@ class Listed(Mode):
 
     lists: Tensor | None = None
 
-    def attend(self, implementation: Any, to: To = same, lists: Any = None) -> list[Tensor]:
+    def attend(self, name: str, to: To, queries: Any, lists: Any = None) -> list[Tensor]:
         """Return the lists and the output. If no lists are given, the lists are selected."""
         raise NotImplementedError
+
+    def run(self, name, to=same, queries=same):
+        return functools.partial(self.attend, name, to, queries)
 
     @property
     def lists_apart(self) -> float:
         return ROUNDINGS * torch.finfo(getattr(torch, FLAGS.dtype)).eps
 
     def apart(self):
-        found, expected = (self.attend(x)[0] for x in (None, "torch"))
+        found, expected = (self.attend(x, same, last)[0] for x in Mode.names)
         self.lists = found
         there = (found[..., :, None] == expected[..., None, :]).any(dim=-1)
         return (~there & (found >= 0)).sum().item() / max((expected >= 0).sum().item(), 1)
 
     def checked(self, name, to=same):
         """Return the results of the implementation `name` on our lists."""
-        return self.attend("torch" if name == "plain" else None, to, self.lists)[1:]
+        return self.attend(name, to, last, self.lists)[1:]
 
 
 class Decode(Listed):
@@ -496,19 +483,17 @@ class Decode(Listed):
         self.at = table, torch.full((rows,), length, dtype=torch.int32, device=device())
         return table
 
-    @torch.no_grad()
-    def attend(self, implementation, to=same, lists=None):
-        how = {"implementation": implementation}
+    def attend(self, name, to, queries, lists=None):
         if lists is None:
             arrays = *map(to, self.indexer), *self.at
-            lists = nsa_torch.paged_index_blocks(*arrays, **self.select, **how)
+            lists = nsa_torch.paged_index_blocks(*arrays, **self.select, **ours(name))
         arrays = *map(to, self.attention), *self.at, lists
-        return [lists, nsa_torch.paged_block_attention(*arrays, **self.reading, **how)]
+        return [lists, nsa_torch.paged_block_attention(*arrays, **self.reading, **ours(name))]
 
     def call(self, name):
         """Return the call of the implementation `name`, as a CUDA graph if graphs are
         supported."""
-        step = lambda: self.attend("torch" if name == "plain" else None)
+        step = self.run(name)
         return step if device() == "cpu" else timing.cuda_graph(step)[0]
 
 
@@ -530,30 +515,30 @@ class Qsa(Listed):
     def __init__(self, length: int):
         make, batch = drawn(), FLAGS.B
         widths = (QSA_HEADS, QSA_WIDTH), (QSA_KV_HEADS, QSA_WIDTH), (QSA_KV_HEADS, QSA_WIDTH)
-        self.attention = [make(batch, length, *width) for width in widths]
+        attention = [make(batch, length, *width) for width in widths]
         index_query = make(batch, length, QSA_INDEX_HEADS, QSA_INDEX_WIDTH)
         if FLAGS.overlap:  # about 1 / (1 - overlap) adjacent tokens share an index query
             equal = max(round(1 / (1 - FLAGS.overlap)), 1) if FLAGS.overlap < 1 else length
             index_query = index_query[:, torch.arange(length) // equal * equal]
-        self.indexer = index_query, make(batch, length // QSA_BLOCK, QSA_INDEX_WIDTH)
+        index_key = make(batch, length // QSA_BLOCK, QSA_INDEX_WIDTH)
+        self.arrays = *attention, index_query, index_key
 
-    @torch.no_grad()
-    def attend(self, implementation, to=same, lists=None, queries=last):
-        (query, key, value), (index_query, index_key) = (
-            [*map(to, x)] for x in (self.attention, self.indexer)
-        )
-        at: Values = {"kv_len": key.shape[1], "implementation": implementation}
+    def attend(self, name, to, queries, lists=None):
+        query, key, value, index_query, index_key = map(to, self.arrays)
+        kv_len, how = key.shape[1], ours(name)
         if lists is None:
-            lists = nsa_torch.index_blocks(queries(index_query), index_key, **QSA, **at)
-        at["implementation"] = "sdpa" if implementation else None
+            index = queries(index_query), index_key
+            lists = nsa_torch.index_blocks(*index, kv_len=kv_len, **QSA, **how)
+        how["implementation"] = "sdpa" if name == "plain" else None
         arrays = queries(query), key, value, lists
-        return [lists, nsa_torch.block_attention(*arrays, **QSA_ATTENTION, **at)]
+        out = nsa_torch.block_attention(*arrays, kv_len=kv_len, **QSA_ATTENTION, **how)
+        return [lists, out]
 
     def call(self, name):
         if name == "nsa_torch":
-            return functools.partial(self.attend, None, queries=same)
+            return self.run(name)
         dense = torch.nn.functional.scaled_dot_product_attention
-        query, key, value = map(turned, self.attention)
+        query, key, value = map(turned, self.arrays[:3])
         return functools.partial(dense, query, key, value, is_causal=True, enable_gqa=True)
 
 

@@ -20,8 +20,9 @@ which `fa2` is faster than `masked`. Since all three implementations are measure
 CUDA the command does not measure FA-2, reports this, and ends with status 3.
 """
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,6 @@ FLAGS = command.flag_values(
         ["auto", "varlen", "dense"],
     ),
 )
-IMPLEMENTATIONS = ("masked", "fa2", "sdpa")
 
 
 def masked(branch: str, config: NSAConfig):
@@ -130,46 +130,32 @@ def _dense(query, key, value, window: int = -1):
     """
     width = max(query.shape[-1], value.shape[-1])
     scale, value_width = query.shape[-1] ** -0.5, value.shape[-1]
-    query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    right = 0 if window >= 0 else -1
+    arrays = [F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value)]
     if fa2.library().startswith("flash_attn"):
         from flash_attn import flash_attn_func
 
-        out = flash_attn_func(
-            query, key, value, softmax_scale=scale, causal=True, window_size=(window, right)
-        )
-    else:
-        out = torch.ops.aten._flash_attention_forward(
-            query,
-            key,
-            value,
-            None,
-            None,
-            query.shape[1],
-            key.shape[1],
-            0.0,
-            window < 0,
-            False,
-            scale=scale,
-            window_size_left=window if window >= 0 else None,
-            window_size_right=0 if window >= 0 else None,
-        )[0]
+        reach = window, 0 if window >= 0 else -1
+        out = flash_attn_func(*arrays, softmax_scale=scale, causal=True, window_size=reach)
+    else:  # sequences of one length have no boundaries
+        sizes = (None, None), (query.shape[1], key.shape[1])
+        how = {"causal": window < 0, "window": window, "scale": scale}
+        out, _ = fa2.varlen(*arrays, *sizes, **how)
     return out[..., :value_width]
 
 
-def jobs(branch: str, runner, settings, kv_len: int) -> tuple[Job, ...]:
-    """Return the rows of `IMPLEMENTATIONS` of one problem."""
-    config = settings.nsa
+def jobs(branch: str, runner, settings) -> Iterator[Job]:
+    """Yield the rows `masked`, `fa2` and `sdpa` of one problem."""
+    config, length = settings.nsa, settings.runtime.seq_len
     asked = problem(settings, "torch", runner.platform, runner.capability)
-    asked = asked._replace(step=branch)
-    refusal = fa2.why_not(asked) or ""
-    call = dense if FLAGS.path == "dense" else varlen
-    mask = masked(branch, config)
-    return (
-        Job(branch, "masked", function=mask, note="one call of SDPA with the dense mask"),
-        Job(branch, "fa2", function=call(branch, config, kv_len), unsupported=refusal),
-        Job(branch, "sdpa", "sdpa"),
-    )
+    refusal = fa2.why_not(asked._replace(step=branch)) or ""
+    call = CALLS[path()](branch, config, length)
+    about = lambda path, kernel: {"extra": {"kernel": kernel, "path": path}}
+    portable, mask = "scaled_dot_product_attention", masked(branch, config)
+    note = "one call of SDPA with the dense mask"
+    yield Job(branch, "masked", function=mask, note=note, **about("masked", portable))
+    ours = about(path(), fa2.library())
+    yield Job(branch, "fa2", function=call, unsupported=refusal, **ours)
+    yield Job(branch, "sdpa", "sdpa", **about("sdpa", portable))
 
 
 def values(
@@ -188,42 +174,26 @@ def values(
     }
 
 
-class Problem(parts.Problem):
-    """A row of the table: one branch at one length, with `masked`, `fa2` and `sdpa`."""
-
-    bench = "fa2"
-
-    def __init__(self, runner, branch: str, length: int, config: NSAConfig):
-        gpu = runner.platform == "cuda"
-        settings = command.settings(FLAGS, config, gpu, seq_len=length, batch=FLAGS.batch)
-        super().__init__(runner, settings, FLAGS, branch=branch, mode="forward")
-        self.how = command.sampling(FLAGS, gpu)
-        for name in IMPLEMENTATIONS:
-            ours = name == "fa2"
-            kernel = fa2.library() if ours else "scaled_dot_product_attention"
-            extra = {"kernel": kernel, "path": path() if ours else name}
-            self.calls.append({"implementation": name, "extra": extra})
-
-    def inputs(self):
-        return problems.make(self.settings, "random", FLAGS.seed)
-
-    def jobs(self, inputs):
-        yield from jobs(self.about["branch"], self.runner, self.settings, inputs.num_keys)
+CALLS = {"varlen": varlen, "dense": dense}
 
 
 def path() -> str:
     """Return the call of FA-2 that is measured."""
-    return "dense" if FLAGS.path == "dense" else "varlen"
+    return "varlen" if FLAGS.path == "auto" else FLAGS.path
 
 
-def configs(lengths: Sequence[int], windows: Sequence[int]):
-    """Return (branch, length, config) of every row."""
-    block, stride = FLAGS.l, FLAGS.d
+def rows(runner, lengths: Sequence[int], windows: Sequence[int]) -> Iterator[parts.Problem]:
+    """Yield the rows of the table, which are one branch at one length."""
+    gpu, block, stride = runner.platform == "cuda", FLAGS.l, FLAGS.d
     sizes = {"compress_block": block, "compress_stride": stride, "select_block": block}
-    for window in windows:
-        config = NSAConfig(**sizes, window=window)
-        yield from (("sliding", length, config) for length in lengths)
-    yield from (("compressed", length, NSAConfig(**sizes)) for length in lengths)
+    configs = [("sliding", NSAConfig(**sizes, window=window)) for window in windows]
+    for branch, config in [*configs, ("compressed", NSAConfig(**sizes))]:
+        for length in lengths:
+            at = command.settings(FLAGS, config, gpu, seq_len=length, batch=FLAGS.batch)
+            inputs = functools.partial(problems.make, at, "random", FLAGS.seed)
+            calls = functools.partial(jobs, branch, runner, at)
+            of = "fa2", runner, at, FLAGS, inputs, calls, command.sampling(FLAGS, gpu)
+            yield parts.Problem(*of, branch=branch, mode="forward")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -240,12 +210,12 @@ def main(argv: Sequence[str]) -> int:
     gpu = runner.platform == "cuda"
     lengths = integers("S_list", FLAGS.S_list, (256, 512, 1024) if gpu else (256, 512))
     windows = integers("w_list", FLAGS.w_list, (32, 64, 128, 256) if gpu else (32, 128))
-    found = [Problem(runner, *each) for each in configs(lengths, windows)]
+    found = [*rows(runner, lengths, windows)]
     if FLAGS.turn is not None:
         return parts.child(FLAGS, found)
     results = command.Results("fa2", FLAGS)
     print(f"device: {runner.device}; FA-2 of {fa2.library()}, {path()}", flush=True)
-    for base, fast, library in parts.measure(FLAGS, "fa2", found, results.folder):
+    for base, fast, library in parts.measured(FLAGS, "fa2", found, results.folder):
         for record in (base, fast, library):
             results.keep([record], beside=record is not fast)
         results.row(**values(base, fast, library, runner.capability))

@@ -10,6 +10,7 @@ and an exponent of 2 means quadratic growth. Every length is checked against the
 is timed.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -18,10 +19,9 @@ from nsa_core import flags as kernel_flags
 from .harness import cli, command, problems
 from .harness.command import config_of, integers, speed_up
 from .harness.jobs import Job, jobs
-from .harness.measure import judge
+from .harness.parts import Problem
 from .harness.records import Record, Values
 from .harness.runners import RUNNERS, asked
-from .judge.checks import Checker
 
 FLAGS = command.flag_values(
     frameworks=True,
@@ -59,21 +59,17 @@ def job(runner, settings) -> Job:
 def main(argv: Sequence[str]) -> int:
     lengths = integers("S_list", FLAGS.S_list, (256, 512, 1024))
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
-    gpu, config = runner.platform != "cpu", config_of(FLAGS)
-    how, before = command.sampling(FLAGS, gpu), None
+    gpu, config, before = runner.platform != "cpu", config_of(FLAGS), None
     results = command.Results("prefill", FLAGS)
     print(f"device: {runner.device}; {runner.framework}", flush=True)
     for length in lengths:
         at = command.settings(FLAGS, config, gpu, seq_len=length, batch=FLAGS.B, dim=FLAGS.dim)
-        inputs = problems.make(at, FLAGS.input, FLAGS.seed)
-        checker, what = Checker(at, inputs, backward=False), job(runner, at)
-        found = judge(what, runner, at, inputs, checker).timed(**how)
-        common = command.about(runner, at, inputs) | {"implementation": what.label}
-        record = results.add(
-            branch="all", mode="forward", refused=what.refused, **common | found
-        )
-        results.row(**scaling(record, before))
-        before = record
+        inputs = functools.partial(problems.make, at, FLAGS.input, FLAGS.seed)
+        of = "prefill", runner, at, FLAGS, inputs, lambda what=job(runner, at): [what]
+        row = Problem(*of, command.sampling(FLAGS, gpu), branch="all", mode="forward")
+        (now,) = results.keep(row.judge()())
+        results.row(**scaling(now, before))
+        before = now
     return results.finish()
 
 

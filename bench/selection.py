@@ -28,8 +28,10 @@ and FA-2 at many sizes. With `--preset` the rows also go to `sel_dense.csv` (one
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,12 +39,12 @@ import numpy as np
 from nsa_core import config_files, policy
 from nsa_core import flags as kernel_flags
 from nsa_core.config import NSAConfig
+from nsa_core.dispatch import Problem
 from nsa_core.types import Branches
 
 from .harness import cli, command, cost, parts, problems
 from .harness.command import integers, speed_up
-from .harness.jobs import jobs
-from .harness.measure import shape_of
+from .harness.jobs import Job, jobs
 from .harness.records import Record, Values
 from .harness.runners import RUNNERS, asked
 from .harness.selection_rows import SPANS, Matrix, Row, spans
@@ -136,84 +138,75 @@ def selected(size: int, count: int) -> NSAConfig:
     return NSAConfig(compress_block=size, compress_stride=size, select_block=size, **forced)
 
 
-class Selection(parts.Problem):
-    """A row of the matrix. The object measures the implementations `names`, for each number of
+def problem(runner, row: Row, matrix: Matrix, names: Sequence[str | None]) -> parts.Problem:
+    """Return a row of the matrix. The row measures the implementations `names`, for each number of
     streams."""
+    gpu = runner.platform != "cpu"
+    blocks = 2 * (matrix.lengths[-1] // row.l_sel) + max(SPANS.values())
+    sizes: Values = {"batch": FLAGS.batch, "heads": row.H, "dk": row.D, "dv": row.Dv}
+    sizes |= {"seq_len": blocks * row.l_sel + row.N, "dtype": matrix.dtype}
+    config = selected(row.l_sel, row.count)
+    settings = command.settings(FLAGS, config, gpu, **sizes)
+    extra = {"mode": mode(row.dist), "dist": row.dist, "L": row.L, "nspans": row.runs}
 
-    bench = "selection"
-
-    def __init__(self, runner, row: Row, matrix: Matrix, names: Sequence[str | None]):
-        gpu = runner.platform != "cpu"
-        blocks = 2 * (matrix.lengths[-1] // row.l_sel) + max(SPANS.values())
-        sizes: Values = {
-            "seq_len": blocks * row.l_sel + row.N,
-            "batch": FLAGS.batch,
-            "dtype": matrix.dtype,
-        }
-        sizes |= {"heads": row.H, "dk": row.D, "dv": row.Dv}
-        settings = command.settings(FLAGS, selected(row.l_sel, row.count), gpu, **sizes)
-        kind = "decode" if FLAGS.decode else "forward"
-        super().__init__(runner, settings, FLAGS, branch="selected", mode=kind, T=row.N)
-        self.row, self.refusal, self.blocks = row, row.why_not, blocks
-        self.how = command.sampling(FLAGS, gpu, iters=matrix.iters, warmup=matrix.warmup)
-        self.named = [*itertools.product(matrix.streams, names)]
-        extra = {"mode": mode(row.dist), "dist": row.dist, "L": row.L, "nspans": row.runs}
-        self.calls = [
-            {"implementation": name or "auto", "extra": extra | {"streams": streams}}
-            for streams, name in self.named
-        ]
-
-    def inputs(self):
-        row, settings = self.row, self.settings
-        batch, groups = settings.runtime.batch, settings.model.n_kv_groups
-        listed = spans(batch * row.N * groups, self.blocks, row.count, row.runs, FLAGS.seed)
-        indices = jnp.asarray(listed.reshape(batch, row.N, groups, row.count))
+    def inputs():
+        groups = settings.model.n_kv_groups
+        listed = spans(FLAGS.batch * row.N * groups, blocks, row.count, row.runs, FLAGS.seed)
+        indices = jnp.asarray(listed.reshape(FLAGS.batch, row.N, groups, row.count))
         how: Values = {"num_queries": row.N, "block_indices": indices}
         return problems.make(settings, "random", FLAGS.seed, **how)
 
-    def jobs(self, inputs):
-        runner, on_unsupported = self.runner, kernel_flags.on_unsupported()
-        there = asked(self.settings, runner)._replace(
-            T=self.row.N, S=inputs.num_keys, device=None
-        )
-        for streams, name in self.named:
-            wanted = Branches(None, name, None)
-            (job,) = jobs(runner, there, wanted, on_unsupported, ["selected"], chosen=True)
-            if streams > 1 and (runner.framework, runner.platform) != ("torch", "cuda"):
-                where = f"in {runner.framework} on {runner.platform}"
-                refusal = f"{streams} streams need torch on CUDA, the run is {where}"
-                job = dataclasses.replace(job, label=name or "auto", unsupported=refusal)
-            if not job.unsupported:
-                function = self.function(job.label, inputs.num_keys)
-                several = at_once(runner.torch, function, streams) if streams > 1 else None
-                of = {"function": function, "timed": several}
-                job = dataclasses.replace(job, **of, work=self.work(inputs, streams))
-            yield job
+    def calls():
+        there = asked(settings, runner)._replace(T=row.N, device=None)
+        for streams, name in itertools.product(matrix.streams, names):
+            found = job(runner, there, name, streams)
+            yield dataclasses.replace(found, extra=extra | {"streams": streams})
 
-    def function(self, name: str, kv_len: int) -> Callable[..., Values]:
-        """Return the implementation `name` without the checks of the public function."""
-        where: Values = {"config": self.settings.nsa, "kv_len": kv_len}
-        if self.runner.framework == "torch":
-            where |= {"with_lse": False}  # the same values as in whole attention
-        else:
-            where |= {"segment_ids": None, "scale": None}
-        entries = self.runner.registry.table["selected"]
-        target = next(entry for entry in entries if entry.name == name).load()
-        names = "query", "key", "value", "block_indices"
-        return lambda given: {"out": target(*(given[x] for x in names), **where)[0]}
+    return parts.Problem(
+        *("selection", runner, settings, FLAGS, inputs, calls),
+        command.sampling(FLAGS, gpu, iters=matrix.iters, warmup=matrix.warmup),
+        queries=row.N,
+        refusal=row.why_not,
+        branch="selected",
+        mode="decode" if FLAGS.decode else "forward",
+    )
 
-    def work(self, inputs: problems.Inputs, streams: int) -> cost.Cost:
-        """Return the useful work. All selected keys are visible, and a block that several queries
-        read counts once.
-        """
-        shape, config = shape_of(self.settings, inputs), self.settings.nsa
-        size, indices = config.select_block, np.asarray(inputs.block_indices)
-        pairs = shape.B * shape.T * shape.H * config.num_selected * size
-        kinds = np.moveaxis(indices, 1, -1).reshape(shape.B * shape.Hkv, -1)
-        read = sum(np.unique(each).size for each in kinds) * size
-        rows = shape.B * shape.T * shape.H + read
-        flops = streams * pairs * 2 * (shape.D + shape.Dv)
-        return cost.Cost(flops, rows * (shape.D + shape.Dv) * shape.itemsize)
+
+def job(runner, there: Problem, name: str | None, streams: int) -> Job:
+    """Return the job of an implementation, or of the automatic choice, on several streams."""
+    wanted, on_unsupported = Branches(None, name, None), kernel_flags.on_unsupported()
+    (found,) = jobs(runner, there, wanted, on_unsupported, ["selected"], chosen=True)
+    if streams > 1 and (runner.framework, runner.platform) != ("torch", "cuda"):
+        where = f"in {runner.framework} on {runner.platform}"
+        refusal = f"{streams} streams need torch on CUDA, the run is {where}"
+        return dataclasses.replace(found, label=name or "auto", unsupported=refusal)
+    if found.unsupported:
+        return found
+    # The implementation without the checks of the public function.
+    where: Values = {"config": there.config, "kv_len": there.S}
+    if runner.framework == "torch":
+        where |= {"with_lse": False}  # the same values as in whole attention
+    else:
+        where |= {"segment_ids": None, "scale": None}
+    entries = {entry.name: entry for entry in runner.registry.table["selected"]}
+    attend = entries[found.label].load()
+    arrays = operator.itemgetter("query", "key", "value", "block_indices")
+    function = lambda given: {"out": attend(*arrays(given), **where)[0]}
+    several = at_once(runner.torch, function, streams) if streams > 1 else None
+    cost_of = functools.partial(work, streams, there.config.select_block)
+    return dataclasses.replace(found, function=function, timed=several, work=cost_of)
+
+
+def work(streams: int, size: int, shape: cost.Shape, inputs: problems.Inputs) -> cost.Cost:
+    """Return the useful work with blocks of `size` tokens. All selected keys are visible, and a
+    block that several queries read counts once.
+    """
+    indices = np.asarray(inputs.block_indices)
+    kinds = np.moveaxis(indices, 1, -1).reshape(shape.B * shape.Hkv, -1)
+    queries, columns = shape.B * shape.T * shape.H, shape.D + shape.Dv
+    read = queries + sum(np.unique(each).size for each in kinds) * size
+    flops = streams * queries * indices.shape[-1] * size * 2 * columns
+    return cost.Cost(flops, read * columns * shape.itemsize)
 
 
 def at_once(torch, function, count: int):
@@ -252,14 +245,14 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(
                 f"implementations of {runner.framework} must be of {listed}, got {known!r}"
             )
-    rows = [Selection(runner, row, matrix, names) for row in matrix.rows()]
+    rows = [problem(runner, row, matrix, names) for row in matrix.rows()]
     if FLAGS.turn is not None:
         return parts.child(FLAGS, rows)
     # A row whose problem does not exist is not counted among the rows that were not measured.
     no_problem = {row.refusal for row in rows if row.refusal}
     results = command.Results("selection", FLAGS)
     print(f"device: {runner.device}; {runner.framework}", flush=True)
-    for found in parts.measure(FLAGS, "selection", rows, results.folder):
+    for found in parts.measured(FLAGS, "selection", rows, results.folder):
         for several in itertools.batched(found, len(names)):
             for i, record in enumerate(several):
                 results.keep([record], beside=i > 0 or record.reason in no_problem)

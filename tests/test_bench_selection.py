@@ -227,7 +227,7 @@ def test_rows_of_a_process_that_died(tmp_path):
     row = next(S2.rows())
     parsed(selection.FLAGS, "selection", *TINY.split())
     names = ("triton", "sdpa", "fa2")
-    found = selection.Selection(RUNNERS["torch"]("cpu"), row, S2, names).lost("it died")
+    found = selection.problem(RUNNERS["torch"]("cpu"), row, S2, names).lost("it died")
     assert [(r.implementation, r.extra["streams"]) for r in found] == [
         (name, streams) for streams in (1, 2) for name in names
     ]

@@ -58,8 +58,8 @@ def test_rows_by_number(tmp_path):
     own = cli.define(**parts.FLAGS)
     rows = [Row("good"), Row("error"), Row("good")]
     own(["x", "--rows=2,1"])
-    found = parts.measure(own, "none", rows, tmp_path)
+    found = parts.measured(own, "none", rows, tmp_path)
     assert [r.implementation for (r,) in found] == ["good", "error"]
     own(["x", "--rows=3"])
     with pytest.raises(ValueError, match=r"rows must be in 0\.\.2, got '3'"):
-        list(parts.measure(own, "none", rows, tmp_path))
+        list(parts.measured(own, "none", rows, tmp_path))

@@ -7,7 +7,6 @@ call writes the tokens to the same slots. In JAX the step resets the length of t
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,9 +19,12 @@ from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
 
 from . import timing
+from .measure import once
 from .problems import Inputs
 from .records import Values
 from .runners import rotated
+
+ARGUMENTS = ("compressed", "scores", "selected", "sliding", "all")  # branches of a step
 
 
 class Cached:
@@ -32,11 +34,15 @@ class Cached:
 
     def __init__(self, runner, inputs: Inputs, config: NSAConfig, chosen: Choices):
         self.runner, self.config, self.api = runner, config, runner.api
-        self.torch = runner.framework == "torch"
-        self.choices, self.tokens = chosen, inputs.num_keys
-        self.query, self.gates, key, value = runner.load(
-            (inputs.query, inputs.gates, inputs.key, inputs.value)
-        )
+        self.torch, self.tokens = runner.framework == "torch", inputs.num_keys
+        self.names = {choice.step: choice.implementation for choice in chosen}
+        load = once(runner.load)
+        self.given = {x: load(inputs.arguments(x)) for x in ARGUMENTS}
+        # The step of the selected branch selects its blocks.
+        self.given["selected"] |= self.given["scores"]
+        del self.given["selected"]["block_indices"]
+        names = "query", "key", "value", "gates"
+        self.query, key, value, self.gates = (self.given["all"][name] for name in names)
         self.all_tokens, (self.batch, self.new) = (key, value), self.query.shape[:2]
         self.sizes = *key.selected.shape[2:], value.selected.shape[-1]
         self.options: Values = {"config": config, "dtype": self.query.dtype}
@@ -50,7 +56,6 @@ class Cached:
             for cut in (slice(-self.new), slice(-self.new, None))
         )
         self.cache = self._updated(cache, *past) if self.tokens > self.new else cache
-        self.full = self._read(self._updated(self.cache, *self.last))
 
     def _updated(self, cache, key, value):
         """Return the cache with the new tokens `key` and `value`. In torch the cache is changed
@@ -62,25 +67,12 @@ class Cached:
         self.api.append(cache.pages, flat(key), flat(value), cache.page_table, lengths)
         return dataclasses.replace(cache, length=lengths, longest=longest)
 
-    def _read(self, cache) -> Values:
-        """Return those raw and compressed tokens in the cache that the branches read, keyed by
-        name."""
-        first = self.config.compress_block // self.config.compress_stride - 1
-        found = {}
-        for branch, kind in itertools.product(Branches._fields, ("key", "value")):
-            cut = slice(0, self.tokens)
-            if branch == "compressed":
-                cut = slice(first, first + self.config.num_compressed(self.tokens))
-            x = getattr(cache, f"{branch}_{kind}")[:, cut]
-            found[f"{branch}_{kind}"] = x.clone() if self.torch else x
-        return found
-
-    def step(self, branch: str) -> "Step":
+    def step(self, branch: str) -> Any:
         """Return the step of one branch. The step of `all` appends the tokens and then attends."""
         if branch != "all":
             function = functools.partial(self._branch, branch)
-            return stepped(self.runner, function, {"query": self.query, "cache": self.full})
-        names = Branches(*(getattr(self.choices, x).implementation for x in Branches._fields))
+            return self.runner.prepare(function, self.given[branch])
+        names = Branches(*(self.names[x] for x in Branches._fields))
         options = {"config": self.config, "implementation": names}
 
         def attend(cache, *last):
@@ -99,25 +91,24 @@ class Cached:
         return Step(self.runner, lambda _: {"out": attend(fresh(), *last)[0]})
 
     def _branch(self, branch: str, given: Values) -> Values:
-        """Run one branch on the cache. The result has the keys `out` and `lse`, or for the scores
+        """Run one branch on all tokens. The result has the keys `out` and `lse`, or for the scores
         only the key `indices`.
         """
-        query, cache = given["query"], given["cache"]
 
         def how(step):
-            # `kv_len` is a number, since the buffers end with the last token. With lengths on the
+            # `kv_len` is a number, since the arrays end with the last token. With lengths on the
             # device these functions would copy and zero all values, unlike the whole step.
-            name = getattr(self.choices, step).implementation
+            name = self.names[step]
             return {"config": self.config, "kv_len": self.tokens, "implementation": name}
 
-        indices = [given["block_indices"]] if "block_indices" in given else []
-        if branch in ("scores", "selected") and not indices:
-            indices = [self.api.select_blocks(query, cache["compressed_key"], **how("scores"))]
-        if branch == "scores":
-            return {"indices": indices[0]}
-        pair = cache[f"{branch}_key"], cache[f"{branch}_value"]
-        attend = getattr(self.api, f"{branch}_attention")
-        out, lse = attend(query, *pair, *indices, **how(branch))
+        given = dict(given)
+        if branch in ("scores", "selected") and "block_indices" not in given:
+            compressed_key = given.pop("compressed_key")
+            found = self.api.select_blocks(given["query"], compressed_key, **how("scores"))
+            if branch == "scores":
+                return {"indices": found}
+            given["block_indices"] = found
+        out, lse = getattr(self.api, f"{branch}_attention")(**given, **how(branch))
         return {"out": out, "lse": lse}
 
     def chosen(self) -> jax.Array:
@@ -128,11 +119,11 @@ class Cached:
         """Return the number of keys that the last query reads in the branch, `[B, Hkv]` (see
         `bench.decode`).
         """
-        given = {"query": self.query * 0, "cache": self.full}
+        given = self.given[branch] | {"query": self.query * 0}
         if branch == "selected":
             given["block_indices"] = self.step("scores")()["indices"]
-        step = Step(self.runner, lambda _: self._branch(branch, given))
-        lse = self.runner.numpy(step()["lse"])[:, -1]  # [B, H]
+            del given["compressed_key"]
+        lse = self.runner.numpy(self._branch(branch, given)["lse"])[:, -1]  # [B, H]
         counts = np.exp(lse.astype(np.float64)).reshape(self.batch, self.sizes[0], -1)
         return np.rint(counts.mean(axis=-1)).astype(np.int64)
 
@@ -220,7 +211,7 @@ class Paged:
     def _by_row(self, x):
         return x.reshape(-1, self.cached.new, *x.shape[1:])
 
-    def step(self) -> "Step":
+    def step(self) -> Any:
         """Return the step, which appends the tokens and then attends."""
         query, gates, *_ = self._arguments()
 
@@ -244,52 +235,32 @@ class Paged:
 
 class Step:
     """A step that is called as `call(i)`, where `i` counts the calls. Arguments from a
-    `Checker` are ignored.
+    `Checker` are ignored. In torch, gradients are off.
     """
 
     def __init__(self, runner, call: Callable[[int], Values]):
-        self.runner, self.call = runner, call
+        self.at = runner.torch.no_grad()(call) if runner.framework == "torch" else call
+        self.time = functools.partial(runner.time, self.at)
 
     def __call__(self, *ignored) -> Values:
         return self.at(0)
 
-    def at(self, index: int) -> Values:
-        """Make one call. In torch, gradients are off."""
-        if self.runner.framework == "jax":
-            return self.call(index)
-        with self.runner.torch.no_grad():
-            return self.call(index)
 
-    def timed(self, how: Values) -> tuple[timing.Timing, str]:
-        """Return the time. Also return whether a CUDA graph replayed the step, or the reason why no
-        graph replayed the step.
-        """
-        if self.runner.framework == "jax":
-            return timing.time_host(self.at, jax.block_until_ready, **how), "no: jax.jit"
-        if self.runner.platform != "cuda":
-            return timing.time_host(self.at, lambda result: result, **how), "no: cpu"
+def timed(runner, step, how: Values) -> tuple[timing.Timing, str]:
+    """Return the time of a step. Also return whether a CUDA graph replayed the step, or the reason
+    why no graph replayed the step.
+    """
+    graph = "no: jax.jit" if runner.framework == "jax" else "no: cpu"
+    if runner.platform == "cuda":
         try:
-            replay, _ = timing.cuda_graph(self)
+            replay, _ = timing.cuda_graph(step)
         except RuntimeError as error:
-            self.runner.torch.cuda.synchronize()
+            runner.torch.cuda.synchronize()
             graph = f"no: {str(error).strip().splitlines()[0]}"
-            return timing.time_cuda_events(self.at, **how), graph
-        found = timing.time_cuda_events(lambda _: replay(), **how, timer="cuda_events/graph")
-        return found, "yes"
-
-    def host_ms(self) -> float | None:
-        """Return the host time of an eager call on a GPU, or None if there is no such call."""
-        if self.runner.framework == "jax" or self.runner.platform != "cuda":
-            return None
-        return float(np.median(timing.in_a_row(self, 100, 5, warmup=3)))
-
-
-def stepped(runner, function: Callable, arguments: Values) -> Step:
-    """Return a step that calls `function` and does not change its arguments."""
-    if runner.framework == "torch":
-        return Step(runner, lambda _: function(arguments))
-    step, copies = jax.jit(function), rotated(dict(arguments))
-    return Step(runner, lambda index: step(copies[index % len(copies)]))
+        else:
+            name = "cuda_events/graph"
+            return timing.time_cuda_events(lambda _: replay(), **how, timer=name), "yes"
+    return step.time(**how), graph
 
 
 def donated(runner, function: Callable, cache: Any, last: Sequence[Any]) -> Step:

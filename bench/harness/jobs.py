@@ -11,7 +11,8 @@ import jax
 from nsa_core.dispatch import Choices
 from nsa_core.types import Branches
 
-from .cost import Cost
+from .cost import Cost, Shape
+from .problems import Inputs
 from .records import Values
 from .runners import forward
 
@@ -32,14 +33,15 @@ class Job:
     function: Callable[[Values], Values] | None = None
     # a function that is timed instead of the judged function
     timed: Callable[[Values], Values] | None = None
-    # the cost of the timed call, if it differs from that of the branch
-    work: Cost | None = None
+    # the cost of the timed call on the inputs, if it differs from that of the branch
+    work: Callable[[Shape, Inputs], Cost] | None = None
     # For whole attention of another library: computes its compressed `key` and its `blocks`.
     own: Callable[[Values], Values] | None = None
     # False if the row computes another function than the oracle, see `note`
     judged: bool = True
     library: bool = False  # code of another library, which may refuse in its own ways
     note: str = ""  # the note of a row whose status is ok
+    extra: Values = dataclasses.field(default_factory=dict)  # of the record
     form: str = ""  # form of whole attention: "recompute", "packed", or "" for a plain call
 
     def named(self, branch: str) -> Any:

@@ -146,7 +146,10 @@ def _judge(job, runner, settings, inputs, checker, mode, load) -> tuple[Values, 
 
 def _time(step, job, runner, settings, inputs, mode, **how) -> Values:
     timing, shape = step.time(**how), shape_of(settings, inputs)
-    work = job.work or cost.cost(job.branch, shape, settings.nsa, backward=mode == "fwdbwd")
+    if job.work:
+        work = job.work(shape, inputs)
+    else:
+        work = cost.cost(job.branch, shape, settings.nsa, backward=mode == "fwdbwd")
     found = timed(timing, work, runner.device, shape.itemsize)
     if "jax" not in job.label.split("/"):  # torch does not count the memory of JAX
         found["extra_peak_bytes"] = step.extra_peak_bytes
@@ -193,7 +196,7 @@ def selection(runner, config, job: Job, arguments: Values) -> tuple:
         return {"key": key, "blocks": runner.api.select_blocks(given["query"], key, **where)}
 
     given = {"query": arguments["query"], "key": arguments["key"]}
-    result = runner.prepare(job.own or select, given)(given)
+    result = runner.prepare(job.own or select, given)()
     return result["key"], result["blocks"]
 
 

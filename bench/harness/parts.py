@@ -7,21 +7,21 @@ kernel that crashes or hangs makes only one row fail. A process times its rows t
 shorter time of each call, so that a short disturbance of the host has no effect.
 """
 
-import dataclasses
 import faulthandler
+import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from ..judge.checks import Checker
-from . import command, problems, records, turns
+from . import command, measure, problems, records, turns
 from .jobs import Job
-from .measure import Judged, guarded, judge
+from .measure import Judged, guarded
 from .records import Record, Values
 
 ROW_S = 120
@@ -33,62 +33,70 @@ FAULT = re.compile(r"^(Timeout \(|Fatal Python error|\w*Error\b|error: ).*", re.
 class Problem:
     """A row of a command's table. The records of a row come from several jobs on one problem.
 
-    Attributes:
-      calls: fields of each record.
-      how: arguments of `timing`.
-      refusal: the reason why the problem does not exist, or an empty string if it exists.
+    Args:
+      bench: Name of the command.
+      runner: The runner of all jobs.
+      settings: The problem.
+      own: Flags of the command.
+      inputs: Function that returns the inputs.
+      jobs: Function that returns the jobs.
+      how: Arguments of `timing`.
+      queries: Number of queries. Defaults to all tokens.
+      refusal: The reason why the problem does not exist, or an empty string if it exists.
+      judge: Function that judges a job, with the arguments of `measure.judge`.
+      about: Further fields of each record.
     """
 
-    bench = ""
-
     def __init__(
-        self, runner, settings: problems.Settings, own: flags.FlagValues, **about: Any
+        self,
+        bench: str,
+        runner,
+        settings: problems.Settings,
+        own: flags.FlagValues,
+        inputs: Callable[[], problems.Inputs],
+        jobs: Callable[[], Iterable[Job]],
+        how: Values,
+        *,
+        queries: int | None = None,
+        refusal: str = "",
+        judge: Callable[..., Judged] = measure.judge,
+        **about: Any,
     ):
-        self.runner, self.settings, self.own = runner, settings, own
-        self.about = about | {"overlap": None}
-        self.calls: list[Values] = []
-        self.how: Values = {}
-        self.refusal = ""
-
-    def inputs(self) -> problems.Inputs:
-        raise NotImplementedError
-
-    def jobs(self, inputs: problems.Inputs) -> Iterator[Job]:
-        """Return one job for each of `calls`."""
-        raise NotImplementedError
+        self.of, self.of_job = (runner, settings), judge
+        self.inputs, self.jobs, self.how, self.refusal = inputs, jobs, how, refusal
+        self.about = command.about(*self.of, queries=queries) | about
+        self.record = functools.partial(records.record, bench, own.commit)
 
     def judge(self) -> Callable[[], list[Record]]:
         """Do all work that precedes timing. Return a function that times the jobs and then
         returns their records.
         """
-        judged: list[Judged] = []
+        judged, jobs = list[Judged](), [*self.jobs()]
 
-        def make():
+        def take():
             inputs = self.inputs()
-            self.about["overlap"] = inputs.overlap
-            checker = Checker(self.settings, inputs, backward=False)
-            for job in self.jobs(inputs):
-                found = judge(job, self.runner, self.settings, inputs, checker)
-                about = {"implementation": job.label, "refused": job.refused}
-                judged.append(dataclasses.replace(found, found=about | found.found))
+            self.about |= command.about(*self.of, inputs)
+            checker = Checker(self.of[1], inputs, backward=False)
+            judged.extend(self.of_job(job, *self.of, inputs, checker) for job in jobs)
             return {}
 
         failed = {"status": "unsupported", "reason": self.refusal}
-        if self.refusal or (failed := guarded("inputs", make, library=False)):
-            judged = [Judged("", False, failed)] * len(self.calls)
-        return lambda: self._records([each.timed(**self.how) for each in judged])
+        if self.refusal or (failed := guarded("inputs", take, library=False)):
+            judged[:] = [Judged("", False, failed)] * len(jobs)
+        return lambda: self._records(jobs, [each.timed(**self.how) for each in judged])
 
     def lost(self, reason: str) -> list[Record]:
         """Return the records of a row whose process ended."""
-        return self._records([{"status": "error", "reason": reason}] * len(self.calls))
+        jobs = [*self.jobs()]
+        return self._records(jobs, [{"status": "error", "reason": reason}] * len(jobs))
 
-    def _records(self, found: Sequence[Values]) -> list[Record]:
-        about = (
-            command.about(self.runner, self.settings, queries=self.about.get("T")) | self.about
+    def _records(self, jobs: Sequence[Job], found: Sequence[Values]) -> list[Record]:
+        calls = (
+            {"implementation": job.label, "refused": job.refused, "extra": job.extra}
+            for job in jobs
         )
-        pairs = zip(self.calls, found, strict=True)
-        made = (about | call | each for call, each in pairs)
-        return [records.record(self.bench, self.own.commit, **fields) for fields in made]
+        pairs = zip(calls, found, strict=True)
+        return [self.record(**self.about | call | each) for call, each in pairs]
 
 
 FLAGS = {
@@ -122,7 +130,7 @@ def child(own: flags.FlagValues, rows: Sequence[Any]) -> int:
     return 0
 
 
-def measure(
+def measured(
     own: flags.FlagValues, name: str, rows: Sequence[Any], folder: Path
 ) -> Iterator[list[Record]]:
     """Yield the records of each row of the command `bench.<name>` when they are complete. The

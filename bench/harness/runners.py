@@ -2,7 +2,6 @@
 and memory.
 """
 
-import math
 import os
 from typing import Any
 
@@ -118,6 +117,10 @@ class JaxRunner:
     def prepare(self, function, arguments: Values, cotangent=None) -> "JaxStep":
         return JaxStep(function, dict(arguments), cotangent)
 
+    @staticmethod
+    def time(call, **how: Any) -> timing.Timing:
+        return timing.time_host(call, jax.block_until_ready, **how)
+
     def numpy(self, x, rows: np.ndarray | None = None) -> np.ndarray:
         return np.asarray(x if rows is None else x[:, rows])
 
@@ -149,16 +152,11 @@ class JaxStep:
                 )
 
     def __call__(self, *sources) -> Values:
-        return self.run(*sources)
+        return self.run(*sources or self.sources)
 
-    def time(self, seconds: float = math.inf, **how: Any) -> timing.Timing:
+    def time(self, **how: Any) -> timing.Timing:
         copies = rotated(self.sources)
-        return timing.time_host(
-            lambda index: self.run(*copies[index % len(copies)]),
-            jax.block_until_ready,
-            seconds=seconds,
-            **how,
-        )
+        return JaxRunner.time(lambda index: self.run(*copies[index % len(copies)]), **how)
 
 
 def rotated[T](sources: T) -> list[T]:
@@ -248,6 +246,11 @@ class TorchRunner:
     def prepare(self, function, arguments: Values, cotangent=None) -> "TorchStep":
         return TorchStep(self, function, dict(arguments), cotangent)
 
+    def time(self, call, **how: Any) -> timing.Timing:
+        if self.platform == "cuda":
+            return timing.time_cuda_events(call, **how)
+        return timing.time_host(call, lambda result: result, **how)
+
     def numpy(self, x, rows: np.ndarray | None = None) -> np.ndarray:
         x = x if rows is None else x[:, self.torch.as_tensor(rows, device=x.device)]
         x = x.detach().contiguous().cpu()
@@ -261,40 +264,38 @@ class TorchStep:
     gradients."""
 
     def __init__(self, runner: TorchRunner, function, arguments, cotangent):
-        torch = runner.torch
-        self.torch, self.function = torch, function
+        self.runner, self.function = runner, function
         self.sources = (arguments,) if cotangent is None else (arguments, cotangent)
-        self.cuda = runner.platform == "cuda"
         self.extra_peak_bytes = None
-        if self.cuda:
-            self(*self.sources)  # caches and compiled kernels are not the call's own memory
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            self(*self.sources)
-            self.extra_peak_bytes = torch.cuda.max_memory_allocated() - before
+        if runner.platform == "cuda":
+            cuda = runner.torch.cuda
+            self()  # caches and compiled kernels are not the call's own memory
+            cuda.synchronize()
+            cuda.reset_peak_memory_stats()
+            before = cuda.memory_allocated()
+            self()
+            self.extra_peak_bytes = cuda.max_memory_allocated() - before
             # JAX, and processes that wait for their turn, need this memory more
-            torch.cuda.empty_cache()
+            cuda.empty_cache()
 
-    def __call__(self, arguments, cotangent=None) -> Values:
-        if cotangent is None:
-            with self.torch.no_grad():
+    def __call__(self, *sources) -> Values:
+        arguments, *cotangent = sources or self.sources
+        torch = self.runner.torch
+        if not cotangent:
+            with torch.no_grad():
                 return self.function(arguments)
         fixed = {k: v for k, v in arguments.items() if k in NOT_DIFFERENTIABLE}
         diff = {k: v for k, v in arguments.items() if k not in fixed}
         diff = jax.tree.map(lambda x: x.detach().requires_grad_(), diff)
         leaves, tree = jax.tree.flatten(diff)
         out = self.function({**diff, **fixed})["out"]
-        grads = self.torch.autograd.grad(
+        grads = torch.autograd.grad(
             out, leaves, cotangent, allow_unused=True, materialize_grads=True
         )
         return {"out": out, "gradients": jax.tree.unflatten(tree, grads)}
 
-    def time(self, seconds: float = math.inf, **how: Any) -> timing.Timing:
-        how = {"seconds": seconds, **how}
-        if self.cuda:
-            return timing.time_cuda_events(lambda _: self(*self.sources), **how)
-        return timing.time_host(lambda _: self(*self.sources), lambda result: result, **how)
+    def time(self, **how: Any) -> timing.Timing:
+        return self.runner.time(lambda _: self(), **how)
 
 
 RUNNERS: dict[str, Any] = {"jax": JaxRunner, "torch": TorchRunner}
