@@ -120,7 +120,7 @@ def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
     """
     steps = {"selected": ("scores", "selected"), "all": ("compressed", "selected", "sliding")}
     parts = [cost.cost(step, shape, config) for step in steps.get(branch, (branch,))]
-    return cost.Cost(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
+    return cost.Cost(sum(x.flops for x in parts), sum(x.bytes for x in parts))
 
 
 def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Callable:

@@ -137,9 +137,9 @@ def _dense(query, key, value, window: int = -1):
         reach = window, 0 if window >= 0 else -1
         out = flash_attn_func(*arrays, softmax_scale=scale, causal=True, window_size=reach)
     else:  # sequences of one length have no boundaries
-        sizes = (None, None), (query.shape[1], key.shape[1])
-        how = {"causal": window < 0, "window": window, "scale": scale}
-        out, _ = fa2.varlen(*arrays, *sizes, **how)
+        how: Values = {"causal": window < 0, "window": window, "scale": scale}
+        longest = query.shape[1], key.shape[1]
+        out, _ = fa2.varlen(*arrays, bounds=(None, None), longest=longest, **how)
     return out[..., :value_width]
 
 

@@ -65,7 +65,7 @@ def judge(runner, implementation, inputs, wanted, config) -> tuple[Values, Any]:
     arguments = runner.load(inputs.arguments("scores"))
     select = functools.partial(forward, runner.api, "scores", config, implementation)
     step = runner.prepare(select, arguments)
-    chosen = runner.numpy(step(arguments)["indices"])
+    chosen = runner.numpy(step()["indices"])
     found = selection_shortfall.compare(
         chosen, wanted, inputs.query, inputs.compressed_key, config
     )

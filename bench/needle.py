@@ -80,8 +80,7 @@ def judge(runner, settings, inputs, position: int, job: Job) -> tuple[Values, An
     whole = functools.partial(forward, runner.api, "all", config, job.implementation)
     _, indices = selection(runner, config, job, arguments)
     step = runner.prepare(whole, arguments)
-    given = arguments | {"block_indices": indices}
-    frozen = runner.prepare(whole, given)
+    frozen = runner.prepare(whole, arguments | {"block_indices": indices})
     last = np.array([inputs.num_keys - 1])
     chosen = runner.numpy(indices, last)
     # The last row is compared with the reference for the same selection of blocks.
@@ -89,7 +88,7 @@ def judge(runner, settings, inputs, position: int, job: Job) -> tuple[Values, An
     blocks = jnp.asarray(chosen)
     row = dataclasses.replace(inputs, query=query, gates=gates, block_indices=blocks)
     checker = Checker(settings, row, backward=False)
-    of_row = lambda *_: {"out": frozen(given)["out"][:, -1:]}
+    of_row = lambda *_: {"out": frozen()["out"][:, -1:]}
     found = judged(checker.check(runner, of_row, "all", {}), rows=1)
 
     def time(**how: Any) -> Values:
@@ -101,7 +100,7 @@ def judge(runner, settings, inputs, position: int, job: Job) -> tuple[Values, An
         return found, time
     holds = (chosen[:, 0] == block).any(axis=-1)  # [B, Hkv]
     weight = weight_of(runner, config, job.named("selected"), inputs, position, indices)
-    out = runner.numpy(step(arguments)["out"], last)[:, 0].astype(np.float64)
+    out = runner.numpy(step()["out"], last)[:, 0].astype(np.float64)
     planted = np.asarray(inputs.value.selected)[:, position].astype(np.float64)
     planted = np.repeat(planted, out.shape[1] // planted.shape[1], axis=1)
     cosine = (out * planted).sum(-1)
@@ -129,9 +128,8 @@ def weight_of(runner, config, name, inputs, position: int, indices) -> np.ndarra
     given = {"query": inputs.query, "key": inputs.key.selected, "value": value}
     arguments = runner.load(given) | {"block_indices": indices}
     attend = functools.partial(forward, runner.api, "selected", config, name)
-    found = runner.prepare(attend, arguments)(arguments)["out"]
-    last = np.array([inputs.num_keys - 1])
-    return runner.numpy(found, last)[:, 0, :, 0].astype(np.float64)
+    found = runner.prepare(attend, arguments)()["out"]
+    return runner.numpy(found, np.array([inputs.num_keys - 1]))[:, 0, :, 0].astype(np.float64)
 
 
 def main(argv: Sequence[str]) -> int:

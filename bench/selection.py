@@ -177,8 +177,8 @@ def job(runner, there: Problem, name: str | None, streams: int) -> Job:
     wanted, on_unsupported = Branches(None, name, None), kernel_flags.on_unsupported()
     (found,) = jobs(runner, there, wanted, on_unsupported, ["selected"], chosen=True)
     if streams > 1 and (runner.framework, runner.platform) != ("torch", "cuda"):
-        where = f"in {runner.framework} on {runner.platform}"
-        refusal = f"{streams} streams need torch on CUDA, the run is {where}"
+        here = f"in {runner.framework} on {runner.platform}"
+        refusal = f"{streams} streams need torch on CUDA, the run is {here}"
         return dataclasses.replace(found, label=name or "auto", unsupported=refusal)
     if found.unsupported:
         return found

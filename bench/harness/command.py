@@ -220,17 +220,19 @@ class Results:
         self.beside: list[Record] = []
         self.rows: list[Values] = []
 
-    def keep(self, made: Sequence[Record], beside: bool = False) -> None:
-        """Write records. `beside=True` means that the records are only baselines of other rows."""
+    def keep(self, made: Sequence[Record], beside: bool = False) -> Sequence[Record]:
+        """Write and return records. `beside=True` means that the records are only baselines of
+        other rows.
+        """
         records.append(self.path, made)
         self.done += made
         if beside:
             self.beside += made
+        return made
 
     def add(self, *, beside: bool = False, **fields: Any) -> Record:
         """Write the record with the given fields."""
-        made = records.record(self.bench, self.commit, **fields)
-        self.keep([made], beside)
+        (made,) = self.keep([records.record(self.bench, self.commit, **fields)], beside)
         return made
 
     def row(self, **values: Any) -> Values:
