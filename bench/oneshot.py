@@ -41,6 +41,13 @@ FLAGS = cli.define(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A file in `configs/oneshot`."""
+
+    steps: list[Step]
+
+
 def load(name: str) -> list[Step]:
     """Return the steps of `configs/oneshot/<name>.yaml`, or of the YAML file at a path.
 
@@ -48,24 +55,16 @@ def load(name: str) -> list[Step]:
       ValueError: Two steps have the same name, or a step needs a later step or an unknown step.
     """
     path = PLANS / f"{name}.yaml" if name in ("cpu", "gpu") else Path(name)
-    data = config_files.load(path)
-    unknown = set(data) - {"steps"}
-    if unknown or not isinstance(data.get("steps"), list):
-        raise ValueError(
-            f"{path}: expected a list `steps` and nothing else, got {sorted(data)}"
-        )
-    found: list[Step] = []
-    for entry in data["steps"]:
-        step = config_files.build(Step, entry, f"{path.name}: step")
-        before = [each.name for each in found]
+    plan, before = config_files.build(Plan, config_files.load(path), path.name), set[str]()
+    for step in plan.steps:
         if step.name in before:
             raise ValueError(f"{path}: two steps have the name {step.name!r}")
-        if missing := sorted(set(step.needs) - set(before)):
+        if missing := sorted(set(step.needs) - before):
             raise ValueError(
                 f"{path}: {step.name} needs {missing}, which no earlier step provides"
             )
-        found.append(step)
-    return found
+        before.add(step.name)
+    return plan.steps
 
 
 def new_folder(parent: Path, commit: str | None, dirty: bool | None) -> Path:
@@ -98,7 +97,6 @@ class Run:
         self.plan, self.folder, self.results = plan, folder, list[Result]()
         self.start = time.monotonic()
         self.about = {"schema": SCHEMA, "device": device, **about, "start": records.utc_now()}
-        self.status = "running"
 
     def left_s(self, step: Step) -> float:
         """Return the remaining budget for a step. Time for the last steps, which use the results of
@@ -119,7 +117,6 @@ class Run:
 
     def run(self) -> int:
         """Run every step and return the exit status."""
-        status = 0
         try:
             with process.interruptible():
                 for step in self.plan:
@@ -128,18 +125,18 @@ class Run:
                     self.tell(result)
                     if result.status == "interrupted":
                         raise process.Interrupted(signal.Signals[result.reason])
-                    self.write()
+                    self.write("running")
         except process.Interrupted as error:
-            self.status, status = "interrupted", 128 + error.number
+            status, code = "interrupted", 128 + error.number
             for step in self.plan[len(self.results) :]:
                 why = self.not_asked(step) or "the run was interrupted before it"
                 self.results.append(Result(step.name, step.command, "skipped", reason=why))
         else:
-            self.status = "ok" if all(map(self.good, self.results)) else "failed"
-            status = int(self.status != "ok")
-        self.write()
-        print(f"{self.status}: {self.folder}")
-        return status
+            code = int(not all(map(self.good, self.results)))
+            status = "failed" if code else "ok"
+        self.write(status)
+        print(f"{status}: {self.folder}")
+        return code
 
     def one(self, step: Step) -> Result:
         """Run a step unless there is a reason against it, and return its result."""
@@ -153,13 +150,13 @@ class Run:
         }
         command = process.expand(template, words, made)
         ended_well = {result.name for result in self.results if result.status == "ok"}
+        lacking, left_s = [x for x in step.needs if x not in ended_well], self.left_s(step)
         reason = self.not_asked(step)
-        if reason is None and (lacking := [x for x in step.needs if x not in ended_well]):
+        if reason is None and lacking:
             reason = f"needs {', '.join(lacking)}, which did not end well"
-        if reason is None and "{records}" in template and not made:
+        elif reason is None and "{records}" in template and not made:
             reason = "no records were made"
-        left_s = self.left_s(step)
-        if reason is None and left_s <= 0:
+        elif reason is None and left_s <= 0:
             reason = f"the budget of {FLAGS.minutes:g} minutes is spent"
         if reason is not None:
             shown = f"python -m {process.module(template)}"
@@ -191,13 +188,13 @@ class Run:
             text = process.tail(log)
             print("\n".join(f"  | {line}" for line in text.splitlines()), flush=True)
 
-    def write(self) -> None:
+    def write(self, status: str) -> None:
         """Write `summary.json` atomically."""
         summary = self.about | {
             "end": records.utc_now(),
             "seconds": round(time.monotonic() - self.start, 2),
-            "status": self.status,
-            "ok": self.status == "ok",
+            "status": status,
+            "ok": status == "ok",
             "complete": len(self.results) == len(self.plan)
             and all(result.status == "ok" for result in self.results),
             "steps": [dataclasses.asdict(result) for result in self.results],

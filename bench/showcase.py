@@ -18,17 +18,17 @@ nvidia-smi, `gpu_s<S>_<mode>.csv`. A row that could not be measured states the r
 """
 
 import contextlib
-import csv
 import dataclasses
+import itertools
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from . import tables
 from .harness import cli, command, exit_status, heartbeat, markdown, process, records
+from .harness.records import Values
 from .lm import config_file, log, variants
 from .reports import render
 
@@ -45,21 +45,6 @@ QUERY = "timestamp,utilization.gpu,memory.used"
 COLUMNS = tuple(tables.KINDS["ranges"]["cells"])
 
 
-class Row(NamedTuple):
-    """A length and a mode, with the measurement or the reason why there is no measurement."""
-
-    length: int
-    mode: str
-    speed: log.Speed | None
-    status: str  # the status of `speed`; without such a line it is unsupported or error
-    reason: str = ""
-    used_percent: float | None = None  # share of the GPU's time, measured by nvidia-smi
-
-    @property
-    def measured(self) -> bool:
-        return self.status == "ok"
-
-
 def main(argv: Sequence[str]) -> int:
     lengths = command.integers("lengths", FLAGS.lengths, ())
     for mode in FLAGS.modes:
@@ -71,29 +56,33 @@ def main(argv: Sequence[str]) -> int:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} has files; --out must name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for length in lengths:
-        for mode in FLAGS.modes:
-            heartbeat.say(f"S={length} {mode}")
-            rows.append(measure(folder, length, mode))
-            said = cells_of(rows[-1])
-            print(f"S={length} {mode}: {said['status']} {said['ms']} ms {said['note']}")
-    log.append(folder / "showcase.jsonl", [row.speed for row in rows if row.speed])
-    text = report(rows, folder)
+    rows, speeds = list[Values](), list[log.Speed]()
+    for length, mode in itertools.product(lengths, FLAGS.modes):
+        heartbeat.say(f"S={length} {mode}")
+        row, found = measure(folder, length, mode)
+        rows.append(row)
+        speeds += found
+        said = cells_of(row)
+        print(f"S={length} {mode}: {said['status']} {said['ms']} ms {said['note']}")
+    log.append(folder / "showcase.jsonl", speeds)
+    text = report(rows, speeds, folder)
     (folder / "showcase.md").write_text(text)
     print(f"\n{text}\nwritten to {folder}")
-    if lost := [row for row in rows if not row.measured]:
-        print(f"{len(lost)} of {len(rows)} rows were not measured", file=sys.stderr)
-    return exit_status.of_statuses(row.status for row in rows)
+    statuses = [row["status"] for row in rows]
+    if lost := len(rows) - statuses.count("ok"):
+        print(f"{lost} of {len(rows)} rows were not measured", file=sys.stderr)
+    return exit_status.of_statuses(statuses)
 
 
 def _config(length: int) -> str:
     return FLAGS.config or f"runbook_s{length}"
 
 
-def measure(folder: Path, length: int, mode: str) -> Row:
-    """Measure one row in a separate process."""
-    name = f"s{length}_{mode}"
+def measure(folder: Path, length: int, mode: str) -> tuple[Values, list[log.Speed]]:
+    """Measure one row in a separate process. Return the values of the row, with a status and the
+    reason of a failure, and the measurement, if there is one.
+    """
+    name, row = f"s{length}_{mode}", {"length": length, "mode": mode}
     out = folder / name
     words = ["bench.train", "--throughput", "--framework=torch", "--attention=nsa"]
     words += [
@@ -107,15 +96,15 @@ def measure(folder: Path, length: int, mode: str) -> Row:
     with watched(folder / f"gpu_{name}.csv") as samples:
         result = process.run(f"run_{name}", words, folder, FLAGS.timeout_s, False)
     path = out / "train.jsonl"
-    found = [x for x in log.read(path) if isinstance(x, log.Speed)] if path.exists() else []
-    if found:
-        about = found[0].status, found[0].reason, used(samples, FLAGS.row_seconds)
-        return Row(length, mode, found[0], *about)
+    lines = log.read(path) if path.exists() else []
+    if found := [x for x in lines if isinstance(x, log.Speed)][:1]:
+        row |= dataclasses.asdict(found[0]) | {"used_percent": used(samples, FLAGS.row_seconds)}
+        return row | ({"fa2": fa2(found[0])} if row["status"] == "ok" else {}), found
     said = (folder / f"run_{name}.log").read_text(errors="replace").splitlines()
     errors = [line for line in said if line.startswith("error: ")]
     refused = result.reason == f"exit status {exit_status.NOT_MEASURED}"
     reason = errors[-1][7:] if errors else result.reason or "no row"
-    return Row(length, mode, None, "unsupported" if refused else "error", reason)
+    return row | {"status": "unsupported" if refused else "error", "reason": reason}, []
 
 
 @contextlib.contextmanager
@@ -147,10 +136,9 @@ def used(path: Path, seconds: float) -> float | None:
     if not path.exists():
         return None
     found = []
-    with path.open(newline="") as file:
-        for cells in csv.reader(file, skipinitialspace=True):
-            with contextlib.suppress(ValueError, IndexError):
-                found.append(float(cells[1]))  # one sample per second
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError, IndexError):
+            found.append(float(line.split(",")[1]))  # one sample per second
     last = found[:-2][-max(1, round(seconds)) :]
     return sum(last) / len(last) if last else None
 
@@ -168,21 +156,19 @@ def fa2(speed: log.Speed) -> str:
     return "yes" if len(by) == 3 else ", ".join(by) or "no"
 
 
-def cells_of(row: Row) -> dict[str, str]:
+def cells_of(row: Values) -> dict[str, str]:
     """Return the cells of a line of the table."""
-    speed = row.speed
-    about = row._asdict() | {"status": "ok", "fate": row.status}
-    if speed is not None:
-        about = (
-            dataclasses.asdict(speed) | about | {"fa2": fa2(speed) if row.measured else None}
-        )
-    return tables.rows("ranges", [about])[0]
+    return tables.rows("ranges", [row | {"status": "ok", "fate": row["status"]}])[0]
 
 
-def report(rows: Sequence[Row], folder: Path) -> str:
+def report(rows: Sequence[Values], speeds: Sequence[log.Speed], folder: Path) -> str:
     """Return `showcase.md`."""
-    speed = next((row.speed for row in rows if row.speed), None)
+    speed = next(iter(speeds), None)
     versions = speed.versions if speed else records.environment(FLAGS.commit)["versions"]
+    times: dict[int, dict[str, float]] = {row["length"]: {} for row in rows}
+    for row in rows:
+        if row["status"] == "ok" and row["time_ms"]:
+            times[row["length"]][row["mode"]] = row["time_ms"]
     return render.filled(
         "showcase.md.jinja",
         speed=speed,
@@ -190,18 +176,9 @@ def report(rows: Sequence[Row], folder: Path) -> str:
         versions=dict.fromkeys(("torch", "cuda", "driver")) | versions,
         commit=(speed and speed.commit) or FLAGS.commit or "unknown",
         table=markdown.table(COLUMNS, (cells_of(row).values() for row in rows)),
-        times=times(rows),
+        times=times,
         files=sorted(path.name for path in folder.iterdir() if path.is_file()),
     )
-
-
-def times(rows: Sequence[Row]) -> dict[int, dict[str, float]]:
-    """Return the milliseconds of each length by mode."""
-    found: dict[int, dict[str, float]] = {row.length: {} for row in rows}
-    for row in rows:
-        if row.measured and row.speed and row.speed.time_ms:
-            found[row.length][row.mode] = row.speed.time_ms
-    return found
 
 
 if __name__ == "__main__":
