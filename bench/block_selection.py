@@ -605,9 +605,9 @@ def measured(mode: Mode, name: str) -> Values:
 
 def timed(call: Call) -> Values:
     """Return the times of a call, and on a GPU the memory that the call needs."""
-    once, peak, extra = (lambda _: call()), None, None
+    peak = extra = None
     if device() == "cpu":
-        found = timing.time_host(once, same, seconds=FLAGS.seconds)
+        found = timing.time_host(call, same, seconds=FLAGS.seconds)
     else:
         call()
         torch.cuda.reset_peak_memory_stats()
@@ -615,7 +615,7 @@ def timed(call: Call) -> Values:
         call()
         most = torch.cuda.max_memory_allocated()
         peak, extra = most / 2**30, (most - before) / 2**30
-        found = timing.time_cuda_events(once, seconds=FLAGS.seconds)
+        found = timing.time_cuda_events(call, seconds=FLAGS.seconds)
     return found.spread | {"peak_gib": peak, "extra_gib": extra}
 
 

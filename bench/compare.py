@@ -85,13 +85,11 @@ FLAGS = cli.define(
         "Internal: wait for a line on standard input before timing (used by the process that "
         "starts several lengths).",
     ),
-)
-command.define_names(
-    "peers",
-    peers.NAMES,
-    "Other libraries to measure in torch (separated by commas; repeatable). Dense attention of "
-    "installed FlashAttention packages is always measured.",
-    FLAGS,
+    peers=(
+        (),
+        "Other libraries to measure in torch (separated by commas; repeatable). Dense attention of "
+        "installed FlashAttention packages is always measured.",
+    ),
 )
 
 
@@ -177,12 +175,13 @@ def plan_of(runners, settings, mode: str) -> JobsOfRunners:
     whole = [(r, job) for r, job in plan if job.branch == "all" and not job.unsupported]
     plan += [(r, in_form(form, r, job, settings)) for form in forms for r, job in whole]
     torch = next((runner for runner in runners if runner.framework == "torch"), None)
+    named = peers.named(FLAGS.peers)
     if torch is not None:
         problem = asked(settings, torch)
-        named = peers.jobs(problem, branches, FLAGS.peers)
-        plan += [(torch, dataclasses.replace(job, asked=True)) for job in named]
-        plan += [(torch, job) for job in peers.dense(problem, branches, FLAGS.peers)]
-    elif FLAGS.peers:
+        found = peers.jobs(problem, branches, named)
+        plan += [(torch, dataclasses.replace(job, asked=True)) for job in found]
+        plan += [(torch, job) for job in peers.dense(problem, branches, named)]
+    elif named:
         raise ValueError(f"peers need --framework torch or both, got {FLAGS.framework}")
     return plan
 

@@ -18,6 +18,7 @@ command needs a GPU.
 """
 
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
@@ -64,12 +65,9 @@ def leaves(tensors) -> list[torch.Tensor]:
 
 def farthest(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
     """Return the largest relative difference (root mean square) of any array."""
-    distances = []
-    for x, y in zip(found, wanted, strict=False):
-        exact = y.float()
-        error = (x.detach().float() - exact).square().mean().sqrt()
-        distances.append(float(error / exact.square().mean().sqrt()))
-    return max(distances)
+    size = lambda x: x.square().mean().sqrt()
+    pairs = ((x.detach().float(), y.float()) for x, y in zip(found, wanted, strict=False))
+    return max(float(size(x - y) / size(y)) for x, y in pairs)
 
 
 def measure(name: str) -> Iterator[Values]:
@@ -97,7 +95,7 @@ def measure(name: str) -> Iterator[Values]:
             given = leaves(x[0].unflatten(0, (len(lengths), -1)) for x in tensors)
         else:
             packed = {form: metadata() if form == "varlen" else borders}
-        once = lambda mode=mode, given=given, packed=packed: call(mode, given, **packed)
+        once = functools.partial(call, mode, given, **packed)
         distance = farthest([x.flatten(0, 1)[None] for x in once()], wanted)
         row = about | sizes | {"mode": mode, "form": form, "documents": lengths}
         row["farthest"] = distance
@@ -105,11 +103,11 @@ def measure(name: str) -> Iterator[Values]:
             reason = f"{distance:.2%} from the documents one by one"
             yield row | {"status": "wrong", "reason": reason}
             continue
-        took = timing.time_cuda_events(lambda _, once=once: once(), seconds=seconds)
+        took = timing.time_cuda_events(once, seconds=seconds)
         row["host_ms"] = statistics.median(timing.in_a_row(once))
         if form == "varlen":  # the additional times of a call that makes new metadata
             renewed = lambda mode=mode: call(mode, tensors, varlen=metadata())
-            more = timing.time_cuda_events(lambda _, new=renewed: new(), seconds=seconds)
+            more = timing.time_cuda_events(renewed, seconds=seconds)
             row["metadata_ms"] = more.time_ms - took.time_ms
             host = statistics.median(timing.in_a_row(renewed))
             row["metadata_host_ms"] = host - row["host_ms"]

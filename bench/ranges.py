@@ -72,10 +72,10 @@ def measure(inputs: problems.Inputs, config: NSAConfig, how) -> list[dict]:
         )
         return [parity | {"status": "wrong", "reason": reason}] * 2
     first = timing.time_host(
-        lambda _: v1(indices, places, config), lambda x: x, **{**how, "warmup": 1}
+        lambda: v1(indices, places, config), lambda x: x, **{**how, "warmup": 1}
     )
     second = timing.time_host(
-        lambda _: step(inputs.block_indices, position), jax.block_until_ready, **how
+        lambda: step(inputs.block_indices, position), jax.block_until_ready, **how
     )
     return [parity | vars(found) for found in (first, second)]
 

@@ -58,8 +58,7 @@ def measure(problem: Problem) -> str:
     if problem in run.EAGER:
         how: dict[str, Any] = {"iters": FLAGS.rounds, "rest": REST_SECONDS}
         rested = {
-            name: timing.time_cuda_events(lambda _, call=call: call(), **how).time_ms
-            for name, call in calls.items()
+            name: timing.time_cuda_events(call, **how).time_ms for name, call in calls.items()
         }
         run.variants(FLAGS, "whole_calls", timing.RESTED.format(problem.name), rested)
     return ""

@@ -242,9 +242,9 @@ def test_timing_counts_calls_and_orders_percentiles(monkeypatch):
     calls, now_s = [], 0.0
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now_s)
 
-    def call(index):
+    def call():
         nonlocal now_s
-        calls.append(index)
+        calls.append(now_s)
         now_s += 0.0003 + 0.0001 * (len(calls) // 20 % 3)
 
     found = timing.time_host(call, lambda result: None, seconds=0.2)
@@ -256,7 +256,7 @@ def test_timing_counts_calls_and_orders_percentiles(monkeypatch):
 def test_timing_takes_as_many_samples_as_asked():
     for iters in (1, 7, 60):
         found = timing.time_host(
-            lambda _: time.sleep(0.006), lambda _: None, iters=iters, warmup=2
+            lambda: time.sleep(0.006), lambda _: None, iters=iters, warmup=2
         )
         assert (found.samples, found.timer) == (iters, "host")
 

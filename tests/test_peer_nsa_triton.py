@@ -9,9 +9,8 @@ import warnings
 
 import pytest
 import torch
-from absl import flags
 
-from bench.harness import command, peer_nsa_triton, peers, problems
+from bench.harness import peer_nsa_triton, peers, problems
 from bench.harness.runners import TorchRunner, problem
 from nsa_torch import functional
 from tests import pretend
@@ -198,9 +197,6 @@ def test_empty_slots_of_short_sequences(put_in_place):
 
 
 def test_peers_are_a_list():
-    own = flags.FlagValues()
-    chosen = command.define_names("peers", peers.NAMES, "Other libraries.", own)
-    own(["bench.compare", f"--peers=fla, {NAME}", "--peers=fa4"])
-    assert chosen.value == ["fla", NAME, "fa4"]
-    with pytest.raises(flags.IllegalFlagValueError, match="should be one of <fla"):
-        own(["bench.compare", "--peers=fla,other"])
+    assert peers.named([f"fla, {NAME}", "fa4"]) == ["fla", NAME, "fa4"]
+    with pytest.raises(ValueError, match=r"--peers must be in .*, got other"):
+        peers.named(["fla,other"])

@@ -79,21 +79,6 @@ def flag_values(
     return cli.define(**common | sizes | known)
 
 
-class _Names(flags.MultiFlag):
-    def _parse(self, arguments):
-        listed = arguments.split(",") if isinstance(arguments, str) else arguments
-        return super()._parse([name.strip() for name in listed])
-
-
-def define_names(
-    name: str, known: Iterable[str], help: str, own: flags.FlagValues = flags.FLAGS
-) -> flags.FlagHolder[list[str]]:
-    """Define a repeatable flag whose values are names in `known`, separated by commas. By default
-    the flag is empty."""
-    flag = _Names(flags.EnumParser(list(known)), flags.ArgumentSerializer(), name, [], help)
-    return flags.DEFINE_flag(flag, own)
-
-
 def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) -> list[int]:
     """Return the numbers of a list flag, or `default` if the flag is not given.
 

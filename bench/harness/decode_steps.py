@@ -5,6 +5,7 @@ A step does not change the length of the cache, so that all calls do the same wo
 call writes the tokens to the same slots. In JAX the step resets the length of the returned cache.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -88,7 +89,7 @@ class Cached:
         # Each call has a new cache object, whose length the call changes. All of them share the
         # buffers.
         fresh = functools.partial(dataclasses.replace, self.cache)
-        return Step(self.runner, lambda _: {"out": attend(fresh(), *last)[0]})
+        return Step(self.runner, lambda: {"out": attend(fresh(), *last)[0]})
 
     def _branch(self, branch: str, given: Values) -> Values:
         """Run one branch on all tokens. The result has the keys `out` and `lse`, or for the scores
@@ -230,20 +231,18 @@ class Paged:
         # be copied in each step.
         pairs = (Branches(*(x.contiguous() for x in flat(pair))) for pair in self.cached.last)
         new = dict(zip(("key", "value"), pairs, strict=True))
-        return Step(self.runner, lambda _: attend(self.cache, **new))
+        return Step(self.runner, lambda: attend(self.cache, **new))
 
 
 class Step:
-    """A step that is called as `call(i)`, where `i` counts the calls. Arguments from a
-    `Checker` are ignored. In torch, gradients are off.
-    """
+    """A step. Arguments from a `Checker` are ignored. In torch, gradients are off."""
 
-    def __init__(self, runner, call: Callable[[int], Values]):
-        self.at = runner.torch.no_grad()(call) if runner.framework == "torch" else call
-        self.time = functools.partial(runner.time, self.at)
+    def __init__(self, runner, call: Callable[[], Values]):
+        self.call = runner.torch.no_grad()(call) if runner.framework == "torch" else call
+        self.time = functools.partial(runner.time, self.call)
 
     def __call__(self, *ignored) -> Values:
-        return self.at(0)
+        return self.call()
 
 
 def timed(runner, step, how: Values) -> tuple[timing.Timing, str]:
@@ -259,17 +258,18 @@ def timed(runner, step, how: Values) -> tuple[timing.Timing, str]:
             graph = f"no: {str(error).strip().splitlines()[0]}"
         else:
             name = "cuda_events/graph"
-            return timing.time_cuda_events(lambda _: replay(), **how, timer=name), "yes"
+            return timing.time_cuda_events(replay, **how, timer=name), "yes"
     return step.time(**how), graph
 
 
 def donated(runner, function: Callable, cache: Any, last: Sequence[Any]) -> Step:
     """Return a step of JAX that donates its cache and receives it back for the next call."""
-    step, held = jax.jit(function, donate_argnums=0), rotated(jax.tree.map(jnp.copy, cache))
+    step = jax.jit(function, donate_argnums=0)
+    held = collections.deque(rotated(jax.tree.map(jnp.copy, cache)))
 
-    def run(index):
-        place = index % len(held)
-        out, held[place] = step(held[place], *last)
+    def run():
+        out, after = step(held.popleft(), *last)
+        held.append(after)
         return out
 
     return Step(runner, run)

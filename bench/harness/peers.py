@@ -65,6 +65,18 @@ def why_not(problem: Problem, branch: str) -> str | None:
     return None
 
 
+def named(listed: Sequence[str]) -> list[str]:
+    """Return the names of libraries in texts, which separate names by commas.
+
+    Raises:
+      ValueError: There is no library with a name.
+    """
+    names = [name.strip() for text in listed for name in text.split(",")]
+    if unknown := {*names} - {*NAMES}:
+        raise ValueError(f"--peers must be in {NAMES}, got {', '.join(unknown)}")
+    return names
+
+
 def jobs(problem: Problem, branches, names: Sequence[str] = NAMES) -> Iterator[Job]:
     """Yield the rows of the libraries with these names, for the branches that each library
     supports.

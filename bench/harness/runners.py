@@ -2,6 +2,7 @@
 and memory.
 """
 
+import itertools
 import os
 from typing import Any
 
@@ -155,8 +156,8 @@ class JaxStep:
         return self.run(*sources or self.sources)
 
     def time(self, **how: Any) -> timing.Timing:
-        copies = rotated(self.sources)
-        return JaxRunner.time(lambda index: self.run(*copies[index % len(copies)]), **how)
+        copies = itertools.cycle(rotated(self.sources))
+        return JaxRunner.time(lambda: self.run(*next(copies)), **how)
 
 
 def rotated[T](sources: T) -> list[T]:
@@ -200,13 +201,9 @@ class TorchRunner:
     def load(self, arguments: Any) -> Any:
         """Copy the values of the arguments to new tensors."""
 
-        def tensor(x):
-            array = np.array(x)
-            if array.dtype == ml_dtypes.bfloat16:
-                words = self.torch.from_numpy(array.view(np.int16))
-                return words.view(self.torch.bfloat16).to(self.platform)
-            return self.torch.from_numpy(array).to(self.platform)
+        from nsa_interop.dlpack import to_torch
 
+        tensor = lambda x: to_torch(jnp.asarray(x), copy=True).to(self.platform)
         return jax.tree.map(tensor, arguments)
 
     def dense(self, name: str, query, key, value) -> Values:
@@ -295,7 +292,7 @@ class TorchStep:
         return {"out": out, "gradients": jax.tree.unflatten(tree, grads)}
 
     def time(self, **how: Any) -> timing.Timing:
-        return self.runner.time(lambda _: self(), **how)
+        return self.runner.time(self, **how)
 
 
 RUNNERS: dict[str, Any] = {"jax": JaxRunner, "torch": TorchRunner}

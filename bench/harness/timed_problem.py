@@ -59,6 +59,15 @@ def main() -> None:
         print(json.dumps(times), flush=True)
 
 
+def drawn(problem: Problem, normal, sigmoid) -> tuple[Any, ...]:
+    """Draw query, key, value, gates and the cotangent of the output, in this order."""
+    p = problem
+    arrays = (
+        normal(p.B, p.T, n, width) for n, width in ((p.H, p.D), (p.Hkv, p.D), (p.Hkv, p.Dv))
+    )
+    return *arrays, sigmoid(normal(p.B, p.T, p.H, 3)), normal(p.B, p.T, p.H, p.Dv)
+
+
 def torch_inputs(problem: Problem):
     """Draw query, key, value, gates and the cotangent of the output. On a GPU all processes draw
     equal values."""
@@ -69,13 +78,8 @@ def torch_inputs(problem: Problem):
     def normal(*shape):
         return torch.randn(shape, generator=random, device="cuda", dtype=torch.bfloat16)
 
-    p = problem
-    query = normal(p.B, p.T, p.H, p.D)
-    if p.alike:
-        query = correlated(query, p.alike)
-    key, value = normal(p.B, p.T, p.Hkv, p.D), normal(p.B, p.T, p.Hkv, p.Dv)
-    gates = torch.sigmoid(normal(p.B, p.T, p.H, 3))
-    return query, key, value, gates, normal(p.B, p.T, p.H, p.Dv)
+    query, *rest = drawn(problem, normal, torch.sigmoid)
+    return correlated(query, problem.alike) if problem.alike else query, *rest
 
 
 def correlated(query, rho: float):
@@ -109,21 +113,13 @@ def jax_calls(problem: Problem):
 
     import nsa_jax
 
-    p, keys = problem, iter(jax.random.split(jax.random.key(0), 5))
+    keys = iter(jax.random.split(jax.random.key(0), 5))
 
     def normal(*shape):
         return jax.random.normal(next(keys), shape, "bfloat16")
 
-    inputs = (
-        normal(p.B, p.T, p.H, p.D),
-        normal(p.B, p.T, p.Hkv, p.D),
-        normal(p.B, p.T, p.Hkv, p.Dv),
-        jax.nn.sigmoid(normal(p.B, p.T, p.H, 3)),
-    )
-    cotangent = jax.block_until_ready(normal(p.B, p.T, p.H, p.Dv))
-
-    how: dict[str, Any] = {"implementation": p.implementation}
-
+    *inputs, cotangent = jax.block_until_ready(drawn(problem, normal, jax.nn.sigmoid))
+    how: dict[str, Any] = {"implementation": problem.implementation}
     attention = functools.partial(nsa_jax.attention, **how)
     forward = jax.jit(lambda *arrays: (attention(*arrays),))
     both = jax.jit(lambda arrays, cotangent: jax.vjp(attention, *arrays)[1](cotangent))

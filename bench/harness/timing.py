@@ -51,7 +51,7 @@ def spread(samples_ms: Sequence[float]) -> dict[str, Any]:
 
 
 def _collect(
-    sample: Callable[[int], tuple[float, float]], seconds: float, iters: int | None
+    sample: Callable[[], tuple[float, float]], seconds: float, iters: int | None
 ) -> list[float]:
     """Return samples `(ms of one call, ms spent)`. There are `iters` samples, or 5 to 50 samples
     in about `seconds`.
@@ -59,7 +59,7 @@ def _collect(
     samples_ms: list[float] = []
     spent_ms = 0.0
     while len(samples_ms) < (iters or MAX_SAMPLES):
-        once_ms, took_ms = sample(len(samples_ms))
+        once_ms, took_ms = sample()
         samples_ms.append(once_ms)
         spent_ms += took_ms
         enough = len(samples_ms) >= MIN_SAMPLES and spent_ms > seconds * 1e3
@@ -69,47 +69,38 @@ def _collect(
 
 
 def time_host(
-    call: Callable[[int], Any],
+    call: Callable[[], Any],
     sync: Callable[[Any], Any],
     *,
     seconds: float = math.inf,
     iters: int | None = None,
     warmup: int = 1,
 ) -> Timing:
-    """Time `call(i)` for consecutive `i` with the host clock.
+    """Time `call()` with the host clock.
 
     Args:
-      call: The call. The argument of `call` counts the calls, so that inputs can rotate.
-      sync: A function that waits for the device, given the last result of a sample.
+      call: The call.
+      sync: A function that waits for the device, given the last result of a sample, or None before
+        the first sample.
       seconds: Approximate duration, with 5 to 50 samples. Without a limit, 50 samples are measured.
       iters: Number of samples, regardless of their duration. By default `seconds` determines the
         number.
       warmup: Calls before the first sample, at least one.
     """
 
-    def sample(calls: int, first: int) -> float:
-        start = time.perf_counter()
-        result = call(first)
-        for index in range(first + 1, first + calls):
-            result = call(index)
-        sync(result)
-        return (time.perf_counter() - start) * 1e3 / calls
-
-    for index in range(max(warmup, 1)):
-        sync(call(index))
-    once_ms = sample(1, 1)
-    calls = max(1, round(SAMPLE_MS / once_ms + 0.5)) if once_ms < SAMPLE_MS else 1
-
-    def several(index: int) -> tuple[float, float]:
-        took_ms = sample(calls, index * calls)
+    def sample(calls: int) -> tuple[float, float]:
+        (took_ms,) = in_a_row(call, calls, 1, wait=sync, done=True)
         return took_ms, took_ms * calls
 
-    samples_ms = _collect(several, seconds, iters)
+    in_a_row(call, 1, max(warmup, 1), wait=sync)
+    once_ms, _ = sample(1)
+    calls = max(1, round(SAMPLE_MS / once_ms + 0.5)) if once_ms < SAMPLE_MS else 1
+    samples_ms = _collect(lambda: sample(calls), seconds, iters)
     return Timing.of(samples_ms, "host" if calls == 1 else f"host/{calls}")
 
 
 def time_cuda_events(
-    call: Callable[[int], Any],
+    call: Callable[[], Any],
     *,
     seconds: float = math.inf,
     iters: int | None = None,
@@ -117,11 +108,11 @@ def time_cuda_events(
     timer: str = "cuda_events",
     rest: float = 0,
 ) -> Timing:
-    """Time each `call(i)` with CUDA events on torch's current stream. The L2 cache is overwritten
+    """Time each `call()` with CUDA events on torch's current stream. The L2 cache is overwritten
     before each call.
 
     Args:
-      call: See `time_host`.
+      call: The call.
       seconds: See `time_host`.
       iters: See `time_host`.
       warmup: See `time_host`.
@@ -132,21 +123,20 @@ def time_cuda_events(
 
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
-    def sample(index: int) -> float:
+    def sample() -> tuple[float, float]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if rest:
             time.sleep(rest)
         flush.zero_()
         start.record()
-        call(index)
+        call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end)
+        return (start.elapsed_time(end),) * 2
 
-    for index in range(max(warmup, 1)):
-        sample(index)
-    samples_ms = _collect(lambda index: (sample(index),) * 2, seconds, iters)
-    return Timing.of(samples_ms, timer)
+    for _ in range(max(warmup, 1)):
+        sample()
+    return Timing.of(_collect(sample, seconds, iters), timer)
 
 
 def in_a_row(

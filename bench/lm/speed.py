@@ -69,12 +69,15 @@ def measure(
         count = itertools.cycle(range(task.training.steps))
         for _ in range(2):  # this step compiles, and determines the layout of memory
             learner.step(batches.train(0), next(count))
-        waiting = [batches.train(i) for i in range(4)]
-        found = timing.time_host(
-            lambda i: learner.step(waiting[i % 4], next(count), waiting[(i + 1) % 4]),
-            lambda numbers: numbers,  # `step` has waited for the device
-            seconds=seconds,
-        )
+        waiting = itertools.cycle(batches.train(i) for i in range(4))
+        pairs = itertools.pairwise(waiting)
+
+        def step():
+            now, after = next(pairs)
+            return learner.step(now, next(count), after)
+
+        # `step` has waited for the device
+        found = timing.time_host(step, lambda numbers: numbers, seconds=seconds)
         return ok(found, learner)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
