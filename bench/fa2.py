@@ -37,7 +37,7 @@ from .harness import cli, command, parts, problems
 from .harness.command import integers, speed_up
 from .harness.jobs import Job
 from .harness.records import Record, Values
-from .harness.runners import TorchRunner, problem
+from .harness.runners import TorchRunner, asked
 
 FLAGS = command.flag_values(
     **parts.FLAGS,
@@ -146,8 +146,7 @@ def _dense(query, key, value, window: int = -1):
 def jobs(branch: str, runner, settings) -> Iterator[Job]:
     """Yield the rows `masked`, `fa2` and `sdpa` of one problem."""
     config, length = settings.nsa, settings.runtime.seq_len
-    asked = problem(settings, "torch", runner.platform, runner.capability)
-    refusal = fa2.why_not(asked._replace(step=branch)) or ""
+    refusal = fa2.why_not(asked(settings, runner)) or ""
     call = CALLS[path()](branch, config, length)
     about = lambda path, kernel: {"extra": {"kernel": kernel, "path": path}}
     portable, mask = "scaled_dot_product_attention", masked(branch, config)

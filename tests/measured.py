@@ -1,7 +1,9 @@
 """Records for tests of what is derived from them."""
 
+from types import SimpleNamespace
 from typing import Any
 
+from bench.harness import runners
 from bench.harness.records import Record
 from bench.lm import log
 from nsa_jax import NSAConfig
@@ -60,3 +62,9 @@ def logged(kind: Any, **fields: Any) -> Any:
     """A line of a training log, of torch's NSA unless said otherwise."""
     name = dict(framework="torch", attention="nsa", implementation="x")
     return kind(**name | LOGGED.get(kind, {}) | fields)
+
+
+def problem(settings, platform="cuda", capability=None, device=None):
+    """The problem of these settings in torch on a device."""
+    about = {"platform": platform, "capability": capability, "device": device}
+    return runners.asked(settings, SimpleNamespace(framework="torch", **about))

@@ -17,7 +17,7 @@ from bench.harness import (
     selection_rows,
     turns,
 )
-from bench.harness.runners import RUNNERS, problem
+from bench.harness.runners import RUNNERS
 from bench.harness.selection_rows import Matrix
 from kernels_pallas.triton import capability
 from nsa_core import config_files
@@ -25,6 +25,7 @@ from nsa_torch import sdpa
 from nsa_torch.dispatch import REGISTRY
 from tests import pretend
 from tests.commands import ends, parsed, put_in_place, rows, run
+from tests.measured import problem
 from tests.tables import table
 
 WHOLE = sdpa.selected_attention
@@ -111,7 +112,7 @@ def test_a_bad_kernel_has_no_time(function, status, tmp_path, capsys, monkeypatc
     assert "tri_ms=n/a" in printed and "speedup=n/a" in printed and f" {status}: " in printed
 
 
-RTX_4090 = problem(problems.settings("tiny"), "torch", "cuda", (8, 9))._replace(dtype="float16")
+RTX_4090 = problem(problems.settings("tiny"), capability=(8, 9))._replace(dtype="float16")
 S2 = Matrix(**config_files.load("selection/s2"))
 
 

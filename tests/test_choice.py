@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa_jax
 import nsa_torch
-from bench.harness import problems, runners
+from bench.harness import problems
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import lowering
@@ -36,6 +36,7 @@ from nsa_jax.dispatch import REGISTRY
 from nsa_torch import dispatch as torch_dispatch
 from nsa_torch import fa2
 from tests import pretend, refusals, test_mosaic_compiled
+from tests.measured import problem
 from tests.problems import SMALL, Case
 from tests.stand_in_kernels import stand_ins
 from tests.tables import table
@@ -420,8 +421,8 @@ def test_a_problem_names_its_device(device, monkeypatch):
             plan = nsa_torch.explain(x, x, x, config=SMALL)
             assert plan.sliding.refused["mosaic"].endswith(said)
     settings = problems.settings("tiny")
-    assert runners.problem(settings, "torch", "cpu", None, "cpu").device is None
-    assert runners.problem(settings, "torch", "cuda", (9, 0), GPU).device == GPU
+    assert problem(settings, "cpu", device="cpu").device is None
+    assert problem(settings, device=GPU).device == GPU
 
 
 def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from bench.harness import peer_nsa_triton, peers, problems
-from bench.harness.runners import TorchRunner, problem
+from bench.harness.runners import TorchRunner
 from nsa_torch import functional
 from tests import pretend
+from tests.measured import problem
 from tests.tables import table
 from tests.test_peers import BRANCHES, row
 
@@ -26,7 +27,7 @@ OPS = "native_sparse_attention.ops"
 
 def asked(**changes):
     known = {"platform": "cuda", "capability": (9, 0), **changes}
-    return problem(SETTINGS, "torch", "cuda")._replace(**known)
+    return problem(SETTINGS)._replace(**known)
 
 
 class StandIn:

@@ -5,12 +5,12 @@ import functools
 import pytest
 
 from bench.harness import jobs, measure, peers, problems
-from bench.harness.runners import TorchRunner, problem
+from bench.harness.runners import TorchRunner
 from bench.judge.checks import Checker
 from bench.reports import render
 from nsa_torch import functional
 from tests import pretend
-from tests.measured import record
+from tests.measured import problem, record
 from tests.tables import table
 
 SETTINGS = problems.settings("tiny", {"seq_len": 63})
@@ -20,7 +20,7 @@ BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
 
 def asked(**changes):
     known = {"H": 64, "Hkv": 4, "D": 128, "platform": "cuda", **changes}
-    return problem(SETTINGS, "torch", "cuda")._replace(**known)
+    return problem(SETTINGS)._replace(**known)
 
 
 @pytest.fixture
@@ -94,10 +94,10 @@ def test_dense_attention_of_installed_packages_is_measured_without_being_asked(i
 
 def test_torchs_flash_is_said_to_be_a_copy(monkeypatch):
     runner = TorchRunner("cpu")
-    assert runner.note("dense", "flash", asked(D=64, Dv=64)) == ""
+    assert runner.note("dense", "flash", SETTINGS.model) == ""
     monkeypatch.setattr(runner, "platform", "cuda")
     said = f"the copy of FA-2 in torch {runner.torch.__version__}"
-    assert runner.note("dense", "flash", asked(D=64, Dv=64)) == said
+    assert runner.note("dense", "flash", SETTINGS.model) == said
 
 
 @functools.cache

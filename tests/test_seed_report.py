@@ -8,10 +8,10 @@ import pytest
 from bench import compare, seed_report
 from bench.harness import records
 from bench.harness.jobs import jobs
-from bench.harness.runners import TorchRunner, problem
+from bench.harness.runners import TorchRunner
 from nsa_core.config import FLOAT8
 from nsa_core.types import Branches
-from tests.measured import GPU, record
+from tests.measured import GPU, problem, record
 
 VARLEN = {"path": "varlen", "kernel": "FA"}
 
@@ -72,7 +72,7 @@ def test_what_is_not_right_is_no_pass(folder, status, word):
 
 def asked_for(chosen, **changes):
     """Rows of sliding, whole and dense attention on a CPU."""
-    asked = problem(compare.problems.settings("tiny"), "torch", "cpu")
+    asked = problem(compare.problems.settings("tiny"), "cpu")
     asked = asked._replace(config=dataclasses.replace(asked.config, **changes))
     branches = ("sliding", "all", "dense")
     runner = TorchRunner("cpu")

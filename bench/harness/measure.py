@@ -15,7 +15,7 @@ from ..judge.checks import Checker
 from . import cost, heartbeat
 from .jobs import Job
 from .records import FIELDS, Values
-from .runners import forward, out_of_memory, problem
+from .runners import forward, out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -154,8 +154,7 @@ def _time(step, job, runner, settings, inputs, mode, **how) -> Values:
     if "jax" not in job.label.split("/"):  # torch does not count the memory of JAX
         found["extra_peak_bytes"] = step.extra_peak_bytes
     if "reason" not in found:
-        asked = problem(settings, "", "")
-        found["reason"] = job.note or runner.note(job.branch, job.label, asked)
+        found["reason"] = job.note or runner.note(job.branch, job.label, settings.model)
     return found
 
 

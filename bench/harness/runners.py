@@ -17,7 +17,7 @@ from nsa_jax.dispatch import REGISTRY
 from nsa_jax.jax_problem import capability
 
 from . import timing
-from .problems import Settings
+from .problems import Model, Settings
 from .records import Values
 
 # JAX has no L2 flush. Its inputs instead rotate through copies whose total size is this number of
@@ -41,20 +41,16 @@ def forward(api, branch: str, config, implementation, arguments) -> Values:
     return {"out": out} if lse is None else {"out": out, "lse": lse}
 
 
-def problem(
-    settings: Settings,
-    framework: str,
-    platform: str,
-    capability: tuple[int, int] | None = None,
-    device: str | None = None,
-) -> Problem:
-    """Return the problem for the registry of `framework`. The caller sets its `step` later."""
+def asked(settings: Settings, runner) -> Problem:
+    """Return the problem for the registry of `runner` on the device of `runner`. The policy of that
+    device applies to the problem. The caller sets the problem's `step` later.
+    """
     model, run = settings.model, settings.runtime
     return Problem(
-        framework=framework,
+        framework=runner.framework,
         step="",
-        platform=platform,
-        capability=capability,
+        platform=runner.platform,
+        capability=runner.capability,
         dtype=run.dtype.name,
         B=run.batch,
         T=run.seq_len,
@@ -65,16 +61,8 @@ def problem(
         Dv=model.d_v,
         packed=False,
         config=settings.nsa,
-        device=None if device == "cpu" else device,
+        device=None if runner.device == "cpu" else runner.device,
     )
-
-
-def asked(settings: Settings, runner) -> Problem:
-    """Return the result of the function `problem(settings, ..)` for the device of `runner`. The
-    policy of that device applies to the problem.
-    """
-    where = runner.framework, runner.platform, runner.capability, runner.device
-    return problem(settings, *where)
 
 
 class JaxRunner:
@@ -111,9 +99,9 @@ class JaxRunner:
         out = jax.nn.dot_product_attention(query, key, value, **how)
         return {"out": out[..., :width]}
 
-    def note(self, branch: str, implementation: str, problem: Problem) -> str:
+    def note(self, branch: str, implementation: str, model: Model) -> str:
         """Return a note on the implementation that ran, in addition to its name."""
-        return PADDED if branch == "dense" and problem.Dv < problem.D else ""
+        return PADDED if branch == "dense" and model.d_v < model.d_k else ""
 
     def prepare(self, function, arguments: Values, cotangent=None) -> "JaxStep":
         return JaxStep(function, dict(arguments), cotangent)
@@ -227,10 +215,10 @@ class TorchRunner:
             )
         return {"out": out.transpose(1, 2)[..., :width]}
 
-    def note(self, branch: str, implementation: str, problem: Problem) -> str:
+    def note(self, branch: str, implementation: str, model: Model) -> str:
         """Return a note on the implementation that ran, in addition to its name."""
         if branch == "dense" and implementation == "flash":
-            said = [PADDED] if problem.Dv < problem.D else []
+            said = [PADDED] if model.d_v < model.d_k else []
             if self.platform == "cuda":
                 said = [f"the copy of FA-2 in torch {self.torch.__version__}", *said]
             return "; ".join(said)
