@@ -56,13 +56,11 @@ FLAGS = command.flag_values(
 def masked(branch: str, config: NSAConfig):
     """Return attention with a dense mask. The first call of the returned function computes the
     mask."""
-    made: list[tuple[Tensor, Tensor]] = []
+    made = functools.cache(functools.partial(_mask, branch, config))
 
     def call(given):
         query, key, value = (x.transpose(1, 2) for x in _arrays(given))
-        if not made:
-            made.append(_mask(branch, query, key, config))
-        seen, empty = made[0]
+        seen, empty = made(query.shape[2], key.shape[2], query.device)
         group = query.shape[1] // key.shape[1]
         if group > 1:  # SDPA's kernels with a mask do not support groups
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
@@ -72,12 +70,12 @@ def masked(branch: str, config: NSAConfig):
     return call
 
 
-def _mask(branch: str, query, key, config: NSAConfig) -> tuple[Tensor, Tensor]:
+def _mask(branch: str, config: NSAConfig, queries: int, keys: int, device):
     """Return the mask of visible keys `[T, S]`, and whether a query has no keys, `[T]`. The mask
     of a query without keys is True everywhere.
     """
-    row = torch.arange(query.shape[2], device=query.device)[:, None]
-    column = torch.arange(key.shape[2], device=query.device)
+    row = torch.arange(queries, device=device)[:, None]
+    column = torch.arange(keys, device=device)
     if branch == "sliding":
         seen = (column <= row) & (column > row - config.window)
     else:

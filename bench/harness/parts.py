@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from absl import flags
 
 from ..judge.checks import Checker
@@ -165,8 +166,9 @@ def by_processes(
     row."""
     left, reasons = list(rows), dict[int, str]()
     for _ in range(ROUNDS):
-        parts = {f"rows_{part[0]}": part for part in _split(left, processes)}
-        parts = dict(reversed(parts.items()))  # `of_names` times in reverse order
+        split = np.array_split(left, min(processes, len(left)))
+        # `of_names` times in reverse order
+        parts = {f"rows_{part[0]}": part.tolist() for part in reversed(split)}
         commands = {
             name: [*words, f"--rows={','.join(map(str, part))}", f"--turn={folder}"]
             for name, part in parts.items()
@@ -192,13 +194,6 @@ def by_processes(
         yield rows[number].lost(
             f"the row did not start in {ROUNDS} processes; {reasons[number]}"
         )
-
-
-def _split(numbers: Sequence[int], count: int) -> Iterator[Sequence[int]]:
-    """Split `numbers` into at most `count` parts of similar sizes."""
-    count = min(count, len(numbers))
-    for i in range(count):
-        yield numbers[i * len(numbers) // count : (i + 1) * len(numbers) // count]
 
 
 def _ended(status: int, log: Path) -> str:

@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +23,8 @@ ROOT = CHECKOUT if (CHECKOUT / "pyproject.toml").exists() else Path.cwd()
 SHOWN_LINES = 15
 GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL
 
+# Adding, discarding and copying are each one operation for other threads.
 _running: set[subprocess.Popen] = set()
-_lock = threading.Lock()
 
 Status = Literal["ok", "failed", "timeout", "skipped", "interrupted"]
 
@@ -155,8 +154,7 @@ def run(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        with _lock:
-            _running.add(child)
+        _running.add(child)
         try:
             code = child.wait(timeout_s)
             status, reason = ("ok", "") if code == 0 else ("failed", _ended(code))
@@ -167,8 +165,7 @@ def run(
             status, reason = "interrupted", str(error)
         finally:
             _end(child)
-            with _lock:
-                _running.discard(child)
+            _running.discard(child)
     seconds = round(time.monotonic() - start, 2)
     shown = shlex.join(["python", "-m", module(words[0]), *words[1:]]).replace(
         f"{ROOT}{os.sep}", ""
@@ -193,9 +190,7 @@ def end_all() -> None:
     """End the processes that the function `run` has started in other threads. Each call then
     returns a `Result`.
     """
-    with _lock:
-        children = [*_running]
-    for child in children:
+    for child in _running.copy():
         _end(child)
 
 

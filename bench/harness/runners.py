@@ -25,7 +25,6 @@ from .records import Values
 ROTATED_BYTES, MAX_COPIES = 2 * timing.L2_FLUSH_BYTES, 8
 # Note of a row whose library supports only one head width for query, key and value.
 PADDED = "values padded to the width of the keys"
-NOT_DIFFERENTIABLE = ("block_indices",)
 
 
 def forward(api, branch: str, config, implementation, arguments) -> Values:
@@ -120,8 +119,7 @@ class JaxStep:
 
     def __init__(self, function, arguments, cotangent):
         def both(arguments, cotangent):
-            fixed = {k: v for k, v in arguments.items() if k in NOT_DIFFERENTIABLE}
-            diff = {k: v for k, v in arguments.items() if k not in fixed}
+            diff, fixed = divided(arguments)
             out, pull = jax.vjp(lambda diff: function({**diff, **fixed})["out"], diff)
             return {"out": out, "gradients": pull(cotangent)[0]}
 
@@ -146,6 +144,12 @@ class JaxStep:
     def time(self, **how: Any) -> timing.Timing:
         copies = itertools.cycle(rotated(self.sources))
         return JaxRunner.time(lambda: self.run(*next(copies)), **how)
+
+
+def divided(arguments: Values) -> tuple[Values, Values]:
+    """Return the arguments that have gradients, and the other arguments."""
+    fixed = {name: x for name, x in arguments.items() if name == "block_indices"}
+    return {name: x for name, x in arguments.items() if name not in fixed}, fixed
 
 
 def rotated[T](sources: T) -> list[T]:
@@ -269,8 +273,7 @@ class TorchStep:
         if not cotangent:
             with torch.no_grad():
                 return self.function(arguments)
-        fixed = {k: v for k, v in arguments.items() if k in NOT_DIFFERENTIABLE}
-        diff = {k: v for k, v in arguments.items() if k not in fixed}
+        diff, fixed = divided(arguments)
         diff = jax.tree.map(lambda x: x.detach().requires_grad_(), diff)
         leaves, tree = jax.tree.flatten(diff)
         out = self.function({**diff, **fixed})["out"]
