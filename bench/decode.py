@@ -307,9 +307,7 @@ def main(argv: Sequence[str]) -> int:
     if min(lengths) < FLAGS.q_len:
         raise ValueError(f"S_list must be at least q_len={FLAGS.q_len}, got {min(lengths)}")
     config_of(FLAGS)
-    how = {"warmup": 8} | command.sampling(FLAGS, gpu)
-    if gpu:
-        how["iters"] = FLAGS.iters or 32
+    how = command.sampling(FLAGS, gpu, iters=32 if gpu else None, warmup=8)
     results = command.Results("decode", FLAGS)
     head = tables.LINES["decode"]["head"]
     print(f"device: {runner.device}; {runner.framework}\n{head}", flush=True)
