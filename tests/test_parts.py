@@ -49,7 +49,8 @@ def test_as_many_processes_as_are_asked_for(rows, processes, sizes, tmp_path, mo
     monkeypatch.setattr(parts.turns, "of_names", lambda words, *_: begun.append(words) or [])
     numbered = dict.fromkeys(range(rows), Row("good"))
     assert not list(parts.by_processes(["x"], numbered, processes, tmp_path))
-    listed = [words[1].partition("=")[2].split(",") for words in begun[0].values()]
+    commands = [words for each in begun for words in each.values()]
+    listed = [words[1].partition("=")[2].split(",") for words in commands]
     assert sorted(map(len, listed)) == sizes
     assert sorted(int(x) for each in listed for x in each) == list(range(rows))
 

@@ -16,33 +16,27 @@ def mask_of(indices: Tensor, keys: int, block: int, heads: int) -> Any:
     """Return the `BlockMask` of indices `[B, Hkv, Sq, n]`, which have -1 in empty slots. The
     queries are the last `Sq` of the `keys` tokens, and a block has `block` tokens.
 
-    The function allocates one bool per key/value head, query and block. No array of queries times
-    keys is allocated.
+    The function allocates one bool per key/value head, query and block, and one per tile of queries
+    and key. No array of queries times keys is allocated.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     batch, kv_heads, queries, _ = indices.shape
-    count, first = -(-keys // block), keys - queries
-    chosen = torch.zeros(
-        batch, kv_heads, queries, count + 1, dtype=torch.bool, device=indices.device
-    )
+    count, first, group = -(-keys // block), keys - queries, heads // kv_heads
+    shape, device = (batch, kv_heads, queries, count + 1), indices.device
+    chosen = torch.zeros(shape, dtype=torch.bool, device=device)
     chosen.scatter_(-1, indices.masked_fill(indices < 0, count).long(), True)
     chosen = chosen[..., :count]
-    tiles = -(-queries // TILE)
-    rows = torch.nn.functional.pad(chosen, (0, 0, 0, tiles * TILE - queries))
-    union = rows.unflatten(2, (tiles, TILE)).any(dim=3)  # one entry per block of the lists
-    begin = torch.arange(-(-keys // TILE), device=indices.device) * TILE
-    ends = (begin + TILE - 1).clamp(max=keys - 1)
-    marks = union.int().cumsum(dim=-1)
-    marks = torch.nn.functional.pad(marks, (1, 0))
-    # one entry per tile of keys
-    union = marks[..., ends // block + 1] > marks[..., begin // block]
-    last = first + (torch.arange(tiles, device=indices.device) + 1) * TILE - 1
-    union &= begin <= last[:, None]
+    pad = torch.nn.functional.pad
+    rows = pad(chosen, (0, 0, 0, -queries % TILE)).unflatten(2, (-1, TILE)).any(dim=3)
+    # one entry per key for each tile of queries, then one entry per tile of keys
+    tokens = rows.repeat_interleave(block, dim=-1)[..., :keys]
+    union = pad(tokens, (0, -keys % TILE)).unflatten(-1, (-1, TILE)).any(dim=-1)
+    begin = torch.arange(union.shape[-1], device=device) * TILE
+    last = first + torch.arange(1, union.shape[2] + 1, device=device) * TILE - 1
+    union = (union & (begin <= last[:, None])).repeat_interleave(group, dim=1)
     numbers = union.sum(dim=-1, dtype=torch.int32)
     order = torch.argsort(union.int(), dim=-1, descending=True, stable=True).to(torch.int32)
-    numbers, order = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (numbers, order))
-    group = heads // kv_heads
 
     def seen(b, h, q, k):
         return chosen[b, h // group, q, k // block] & (k <= q + first)

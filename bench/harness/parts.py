@@ -20,9 +20,9 @@ import numpy as np
 from absl import flags
 
 from ..judge.checks import Checker
-from . import command, measure, problems, records, turns
+from . import command, problems, records, turns
 from .jobs import Job
-from .measure import Judged, guarded
+from .measure import Judged, guarded, judge
 from .records import Record, Values
 
 ROW_S = 120
@@ -44,7 +44,6 @@ class Problem:
       how: Arguments of `timing`.
       queries: Number of queries. Defaults to all tokens.
       refusal: The reason why the problem does not exist, or an empty string if it exists.
-      judge: Function that judges a job, with the arguments of `measure.judge`.
       about: Further fields of each record.
     """
 
@@ -60,10 +59,9 @@ class Problem:
         *,
         queries: int | None = None,
         refusal: str = "",
-        judge: Callable[..., Judged] = measure.judge,
         **about: Any,
     ):
-        self.of, self.of_job = (runner, settings), judge
+        self.of = runner, settings
         self.inputs, self.jobs, self.how, self.refusal = inputs, jobs, how, refusal
         self.about = command.about(*self.of, queries=queries) | about
         self.record = functools.partial(records.record, bench, own.commit)
@@ -78,7 +76,7 @@ class Problem:
             inputs = self.inputs()
             self.about |= command.about(*self.of, inputs)
             checker = Checker(self.of[1], inputs, backward=False)
-            judged.extend(self.of_job(job, *self.of, inputs, checker) for job in jobs)
+            judged.extend(judge(job, *self.of, inputs, checker) for job in jobs)
             return {}
 
         failed = {"status": "unsupported", "reason": self.refusal}
@@ -166,6 +164,8 @@ def by_processes(
     row."""
     left, reasons = list(rows), dict[int, str]()
     for _ in range(ROUNDS):
+        if not left:
+            return
         split = np.array_split(left, min(processes, len(left)))
         # `of_names` times in reverse order
         parts = {f"rows_{part[0]}": part.tolist() for part in reversed(split)}
@@ -188,8 +188,6 @@ def by_processes(
                 made.unlink(missing_ok=True)
                 begun.unlink(missing_ok=True)
         left.sort()
-        if not left:
-            return
     for number in left:
         yield rows[number].lost(
             f"the row did not start in {ROUNDS} processes; {reasons[number]}"
