@@ -6,6 +6,7 @@
     python examples/policy_gradient.py --layers 7 --hidden 384 --heads 6 --kv_heads 1 \
         --select_block 64 --prompt_tokens 1024 --answer_tokens 16 --prompts 16 --lr 3e-4 \
         --steps 200 --dtype bfloat16 --max_gap 1            # 12 million weights, for a GPU
+    python examples/policy_gradient.py --dtype bfloat16 --invariant --max_gap 0   # on a Hopper GPU
 
 A prompt repeats two tokens in random order and ends with token 0. The reward of an answer is the
 share of its tokens that are one of the prompt's two tokens. The model begins with random weights,
@@ -14,8 +15,10 @@ a prompt.
 --seed determines weights, prompts and answers.
 
 The sampler is a copy of the model in --dtype. `generate_batch` returns the log probability of each
-token that it samples (`return_logprobs`). The trainer has float32 weights, and computes the log
-probabilities of the same tokens without a cache. The script prints for each step:
+token that it samples (`return_logprobs`). The trainer has float32 weights, rounds them to --dtype,
+and computes the log probabilities of the same tokens without a cache. With --invariant, attention
+and products have one order of sums in the sampler and in the trainer, so that the gap is 0. The
+script prints for each step:
 
     gap       absolute difference of the two log probabilities in nats, before the first update
     outside   share of tokens with a ratio p(new) / p(old) outside 0.8 .. 1.2, in the first and in
@@ -40,6 +43,7 @@ from transformers import GenerationConfig
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig, continuous_batching_config
 
+PRODUCTS = torch.library.Library("aten", "IMPL")
 VOCABULARY, CLIP, LARGEST_WEIGHT, LEAST_RISE = 16, 0.2, 2.0, 0.1
 FLAGS = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "select_block": 16, "prompts": 8}
 FLAGS |= {"answers": 8, "prompt_tokens": 64, "answer_tokens": 4, "steps": 40, "updates": 2}
@@ -73,12 +77,25 @@ def sample(sampler, prompts: list[list[int]], flags: argparse.Namespace) -> list
     return [torch.tensor(x, device=sampler.device) for x in columns]
 
 
+def pad_products(rows: int = 64) -> None:
+    """Compute products of CUDA tensors with at least `rows` rows. Libraries choose the order of
+    sums by the number of rows, and a decode step has few."""
+
+    def mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        padded = F.pad(left, (0, 0, 0, max(0, rows - len(left))))
+        out = left.new_empty(len(padded), right.shape[1])
+        return torch.mm(padded, right, out=out)[: len(left)]
+
+    PRODUCTS.impl("mm", mm, "CUDA")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, value in FLAGS.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--old", choices=["sampler", "trainer"], default="sampler")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--invariant", action="store_true")
     flags = parser.parse_args(argv)
     for name in FLAGS:
         if getattr(flags, name) < (least := LEAST.get(name, 1)):
@@ -97,9 +114,15 @@ def main(argv: list[str] | None = None) -> int:
         with torch.device(device):
             model = NSAForCausalLM(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0.0)
+        dtype = getattr(torch, flags.dtype)
+        sampler = copy.deepcopy(model).to(dtype).eval()
+        if flags.invariant:
+            sampler.set_nsa_implementation("invariant")
+            token = torch.zeros(1, 1, dtype=torch.long, device=device)
+            sampler(token, use_cache=False)  # raises an error if attention cannot run
+            pad_products()
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
-    sampler = copy.deepcopy(model).to(getattr(torch, flags.dtype)).eval()
     for step in range(flags.steps):
         pairs = 1 + torch.rand(flags.prompts, VOCABULARY - 1).topk(2).indices
         prompts = pairs.gather(1, torch.randint(0, 2, (flags.prompts, flags.prompt_tokens)))
@@ -112,9 +135,10 @@ def main(argv: list[str] | None = None) -> int:
         advantage = (reward - reward.mean(1, keepdim=True)).view(-1, 1)
         old, gaps, outside = sampled, [], []
         for update in range(flags.updates):
-            with torch.autocast(device, torch.bfloat16, enabled=flags.dtype == "bfloat16"):
-                logits = model(texts).logits[:, flags.prompt_tokens - 1 : -1]
-            new = -F.cross_entropy(logits.float().transpose(1, 2), answers, reduction="none")
+            rounded = {name: x.to(dtype) for name, x in model.named_parameters()}
+            logits = torch.func.functional_call(sampler, rounded, (texts,)).logits
+            shares = logits[:, flags.prompt_tokens - 1 : -1].float().softmax(-1)
+            new = shares.gather(2, answers[..., None])[..., 0].log()
             if update == 0 and flags.old == "trainer":
                 old = new.detach()
             ratio, weight = (new - old).exp(), (old - sampled).exp().clamp(max=LARGEST_WEIGHT)
