@@ -96,7 +96,7 @@ def invariant_why_not(problem: Problem) -> str | None:
     if problem.cached:
         return "has no gradient for a cache" if problem.requires_grad else None
     if problem.packed:
-        return "supports no packed rows, where bits depend on the place of a sequence"
+        return "supports no packed rows, where bits depend on the position of a sequence"
     first = problem.S - problem.T
     multiple = mosaic_forward.order_tokens(problem.H, problem.Hkv, problem.D, problem.Dv)
     if first > 0 and first % multiple:

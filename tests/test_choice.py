@@ -267,7 +267,7 @@ def test_all_steps_run_at_once_where_every_step_has_the_name(framework):
         ({"T": 320}, None),
         (
             {"packed": True},
-            "supports no packed rows, where bits depend on the place of a sequence",
+            "supports no packed rows, where bits depend on the position of a sequence",
         ),
         ({"cached": True, "T": 300}, None),
         ({"cached": True, "requires_grad": True}, "has no gradient for a cache"),
