@@ -98,11 +98,11 @@ def thresholds(folder: Path, device: str) -> Values:
     """Return the evidence of each threshold from the records of this run, or None for a threshold
     without records.
     """
-    found = threshold_evidence.Evidence()
+    tuned: Values = {}
     if any(path for name in threshold_evidence.FILES for path in folder.glob(f"*/{name}")):
-        found.add(threshold_evidence.read_records(folder), device)
-    measured = [name for name in policy.DECIDES if found.of(name)]
-    tuned = tune_thresholds.tune(found, measured, MARGIN)["evidence"] if measured else {}
+        found = threshold_evidence.evidence(threshold_evidence.read_records(folder), device)
+        if found.pairs:
+            tuned = tune_thresholds.tune(found, [], MARGIN)["evidence"]
     return dict.fromkeys(policy.DECIDES) | tuned
 
 

@@ -20,14 +20,12 @@ the policy if the kernel of the rule was measured for the step and is faster fro
 (`tuners/threshold_check.py`).
 """
 
-import dataclasses
 import difflib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
 from absl import flags
 
 from nsa_core import config_files, policy
@@ -73,25 +71,6 @@ FLAGS = cli.define(
 )
 
 
-def threshold(pairs: Sequence[Pair], margin: float) -> policy.Length:
-    """Return the smallest length from which on every pair of times has a speed-up of at least
-    `margin`."""
-    wins = [(pair.length, pair.speed_up >= margin) for pair in pairs]
-    return command.least(wins) or policy.NEVER
-
-
-def deciding(pairs: Sequence[Pair], found: policy.Length) -> list[Pair]:
-    """Return the pair of times with the lowest speed-up at the longest length below the threshold
-    `found`, and the pair with the lowest speed-up at the threshold. The first pair is missing if no
-    length is below the threshold, and the second pair is missing if the threshold is `never`.
-    """
-    lengths = sorted({pair.length for pair in pairs})
-    below = [x for x in lengths if found == policy.NEVER or x < found]
-    chosen = [*below[-1:], *([] if found == policy.NEVER else [found])]
-    worst = (min((p for p in pairs if p.length == x), key=lambda p: p.speed_up) for x in chosen)
-    return list(worst)
-
-
 def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
     """Return the sections `runtime` and `evidence` of a device's file.
 
@@ -99,18 +78,14 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
       ValueError: A requested threshold has no measured rows, no threshold has measured rows, or the
         rows come from several devices.
     """
-    if not wanted:
-        wanted = [name for name in policy.DECIDES if found.of(name)] or list(policy.DECIDES)
     if len(found.devices) > 1:
         raise ValueError(
             "the records are from several devices; choose one of them with --device: "
             f"{sorted(found.devices)}"
         )
-    runtime: dict[str, policy.Length] = {}
     said: Values = {}
-    for name in wanted:
-        pairs = found.of(name)
-        if not pairs:
+    for name in wanted or found.pairs or policy.DECIDES:
+        if name not in found.pairs:
             branch, kernels = policy.DECIDES[name]
             selected = branch == "selected"
             over = "the portable path (sdpa or xla)" if selected else "masked SDPA (bench.fa2)"
@@ -118,69 +93,53 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> Values:
                 f"no rows for {name}, which needs times of {'/'.join(kernels)} and of "
                 f"{over} on the same problem of the {branch} branch"
             )
-        runtime[name] = threshold(pairs, margin)
-        said[name] = {
-            "margin": margin,
-            "kernel": pairs[0].row.implementation,
-            "value": runtime[name],
-            "over": pairs[0].over,
-            **_over_portable(pairs, margin),
-            "files": sorted({_file(pair) for pair in pairs}),
-            "commits": sorted({pair.row.commit for pair in pairs if pair.row.commit}),
-            "time": max(pair.row.time for pair in pairs) or None,
-            "rows": len(pairs),
-            "lengths": sorted({pair.length for pair in pairs}),
-            "decided_by": [
-                {
-                    "length": pair.length,
-                    "speed_up": round(pair.speed_up, 3),
-                    **({"over_portable": round(x, 3)} if (x := pair.over_portable) else {}),
-                    "row": f"{_file(pair)}:{pair.where.rpartition(':')[2]}",
-                    "problem": pair.problem,
-                }
-                for pair in deciding(pairs, runtime[name])
-            ],
-        }
-    return {"runtime": runtime, "evidence": said}
+        said[name] = _decided(found.pairs[name], margin)
+    return {"runtime": {name: x["value"] for name, x in said.items()}, "evidence": said}
 
 
-def _over_portable(pairs: Sequence[Pair], margin: float) -> dict[str, policy.Length]:
-    """Return the threshold relative to the portable path, if the portable path is a second baseline
-    of all pairs of times.
+def _decided(pairs: Sequence[Pair], margin: float) -> Values:
+    """Return a threshold with its evidence. The threshold is the smallest length from which on
+    every pair of times has a speed-up of at least `margin`.
     """
-    if not all(pair.over_portable or not pair.kernel_ms for pair in pairs):
-        return {}
+    value = command.least([(x.length, x.speed_up >= margin) for x in pairs]) or policy.NEVER
+    lengths = sorted({pair.length for pair in pairs})
+    # The longest length at which the kernel is not faster, and the threshold.
+    ends = [x for x in lengths if value == policy.NEVER or x < value][-1:] + [value]
+    slowest = (
+        min((p for p in pairs if p.length == x), key=lambda p: p.speed_up)
+        for x in ends
+        if x != policy.NEVER
+    )
+    portable = {}
+    if all(pair.over_portable is not None or not pair.kernel_ms for pair in pairs):
+        wins = [(pair.length, (pair.over_portable or 0.0) >= margin) for pair in pairs]
+        portable["over_portable_path"] = command.least(wins) or policy.NEVER
     return {
-        "over_portable_path": threshold(
-            [dataclasses.replace(pair, over_ms=pair.portable_ms) for pair in pairs], margin
-        )
+        "margin": margin,
+        "kernel": pairs[0].row.implementation,
+        "value": value,
+        "over": pairs[0].over,
+        **portable,
+        "files": sorted({_file(pair) for pair in pairs}),
+        "commits": sorted({pair.row.commit for pair in pairs if pair.row.commit}),
+        "time": max(pair.row.time for pair in pairs) or None,
+        "rows": len(pairs),
+        "lengths": lengths,
+        "decided_by": [
+            {
+                "length": pair.length,
+                "speed_up": round(pair.speed_up, 3),
+                **({"over_portable": round(x, 3)} if (x := pair.over_portable) else {}),
+                "row": f"{_file(pair)}:{pair.where.rpartition(':')[2]}",
+                "problem": pair.problem,
+            }
+            for pair in slowest
+        ],
     }
 
 
 def _file(pair: Pair) -> str:
     return records.shown(pair.where.rpartition(":")[0])
-
-
-def merged(path: Path, device: str, tuned: Values) -> tuple[str, list[str]]:
-    """Return the text of the device's file with the values of `tuned`, and a report about the
-    provisional rules in the file.
-
-    Raises:
-      ValueError: The file at `path` is damaged or belongs to another device.
-    """
-    if not path.is_file():
-        data = {"schema": policy.SCHEMA, "device": device, **tuned}
-        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=96)
-        return f"# {HEAD}\n{text}", []
-    policy.read(path)
-    data = config_files.load(path)
-    for section, values in tuned.items():
-        data[section] = (data.get(section) or {}) | values
-    rules, told = lifted(data.get("policy") or [], tuned.get("evidence", {}))
-    data["policy"] = rules
-    order = ("schema", "device", "runtime", "faster_than_dense", "policy", "evidence")
-    wanted = {key: data[key] for key in order if data.get(key)}
-    return yaml_text.edited(path.read_text(), wanted), told
 
 
 def lifted(rules: Sequence[Values], evidence: Values) -> tuple[list[Values], list[str]]:
@@ -232,12 +191,11 @@ def main(argv: Sequence[str]) -> int:
         return _write(folder, *_dense(FLAGS.dense, FLAGS.device))
     if not files and not FLAGS.csv:
         raise ValueError("no rows: give --records FILE or --csv FILE")
-    found = Evidence()
     rows = [row for path in files for row in threshold_evidence.read_records(path)]
     rows += (
         row for path in FLAGS.csv for row in threshold_evidence.read_csv(path, FLAGS.device)
     )
-    found.add(rows, FLAGS.device)
+    found = threshold_evidence.evidence(rows, FLAGS.device)
     wanted = [name for name in policy.DECIDES if name in FLAGS.threshold]
     try:
         tuned = tune(found, wanted, FLAGS.margin)
@@ -269,12 +227,24 @@ def _dense(files: Sequence[str], wanted: str | None) -> tuple[str, Values]:
 
 
 def _write(folder: Path, device: str, tuned: Values) -> int:
-    """Write the values of `tuned` to the device's file, print the changes, and return the exit
-    status.
+    """Write the values of `tuned` to the device's file, and print the changes and a report about
+    the provisional rules in the file. Return the exit status.
+
+    Raises:
+      ValueError: The file is damaged or belongs to another device.
     """
     path = folder / f"{config_files.slug(device)}.yaml"
-    old = path.read_text() if path.is_file() else ""
-    text, told = merged(path, device, tuned)
+    data: Values = {"schema": policy.SCHEMA, "device": device}
+    old = ""
+    if path.is_file():
+        policy.read(path)
+        old, data = path.read_text(), config_files.load(path)
+    for section, values in tuned.items():
+        data[section] = (data.get(section) or {}) | values
+    data["policy"], told = lifted(data.get("policy") or [], tuned.get("evidence", {}))
+    order = ("schema", "device", "runtime", "faster_than_dense", "policy", "evidence")
+    wanted = {key: data[key] for key in order if data.get(key)}
+    text = yaml_text.edited(old or f"# {HEAD}\n", wanted)
     if told:
         print("\n".join(told))
     if text == old:

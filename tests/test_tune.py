@@ -11,7 +11,7 @@ from bench import tune_thresholds
 from bench.harness import records
 from bench.harness.process import ROOT
 from bench.tuners import dense_crossover, threshold_evidence
-from bench.tuners.threshold_evidence import Evidence
+from bench.tuners.threshold_evidence import evidence
 from nsa_core import config_files, policy
 from tests import commands, measured, pretend
 from tests.measured import GPU, record
@@ -49,10 +49,8 @@ def write(tmp_path):
 
 def found(*rows):
     """The thresholds of these rows, margin 1.2."""
-    into = Evidence()
-    into.add((f"rows:{i}", row) for i, row in enumerate(rows, 1))
-    wanted = [name for name in policy.DECIDES if into.of(name)]
-    return tune_thresholds.tune(into, wanted, 1.2)["runtime"]
+    into = evidence((f"rows:{i}", row) for i, row in enumerate(rows, 1))
+    return tune_thresholds.tune(into, [], 1.2)["runtime"]
 
 
 @pytest.mark.parametrize("gains,expected", table("bench")["thresholds"], ids=str)
@@ -121,11 +119,10 @@ def test_fa2_is_compared_with_masked_sdpa_and_the_portable_path_stands_beside(
 def test_thresholds_of_the_committed_records():
     """The H100's file is what the command makes of its records."""
     device = policy.of("NVIDIA H100 80GB HBM3")
-    into = Evidence()
-    for name in ("fa2", "selection"):
-        path = records.folder_of(device.device) / f"{name}.jsonl"
-        into.add(threshold_evidence.read_records(path))
-    made = tune_thresholds.tune(into, [], 1.2)
+    folder = records.folder_of(device.device)
+    paths = [folder / name for name in threshold_evidence.FILES]
+    rows = [row for path in paths for row in threshold_evidence.read_records(path)]
+    made = tune_thresholds.tune(evidence(rows), [], 1.2)
     assert made["runtime"] == device.runtime.given()
     assert made["evidence"] == device.evidence
 
