@@ -186,14 +186,6 @@ def test_gates_are_the_mean_over_ranks(folder, one, tmp_path):
         assert layer == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_one_process_goes_on_from_shards(folder, tmp_path):
-    """It has the next loss of four ranks that had shards."""
-    learner, run = learner_of(tmp_path, task(), kind=Documents)
-    learner.load(folder / "moved" / "kept" / "step-000003", worker.STOPPED)
-    found = stepped(learner, run, [worker.STOPPED])
-    assert apart(found, [losses(folder / "moved")[worker.STOPPED]]) < TOLERANCE["float32"]
-
-
 @pytest.mark.parametrize("kind", ["ddp", "graph", "fsdp"])
 def test_a_nan_on_one_rank_stops_all(folder, kind):
     """It has a name, and a rank where the sum over ranks can be left out."""

@@ -232,7 +232,7 @@ def steps(
             watched.stepped(line)
             if watched.due(done):
                 device = variants.device(run.variant.framework)
-                mfu = speed.mfu(run.task, time_ms, device, run.variant.parallel.devices)
+                mfu = run.task.mfu(time_ms, device, run.variant.parallel.devices)
                 layers = health.layers(learner, batch)
                 seen = log.Watch(**name, **numbers, mfu=mfu, layers=layers)
                 run.write(seen)

@@ -257,15 +257,15 @@ class Task:
         )
         return 3 * (2 * self.tokens() * self.model.products() + attention)
 
-    def mfu(self, time_ms: float, device: str) -> float | None:
-        """Return the share of the device's peak rate that a step of `time_ms` reaches, or None if
-        the peak rate is not known.
+    def mfu(self, time_ms: float, device: str, devices: int = 1) -> float | None:
+        """Return the share of the peak rate of all devices that a step of `time_ms` reaches, or
+        None if the peak rate is not known.
         """
         limits = cost.limits(device)
         if limits is None:
             return None
         peak = limits.flops_32bit if self.dtype == "float32" else limits.flops_16bit
-        return self.flops() / (time_ms / 1e3) / peak
+        return self.flops() / (time_ms / 1e3) / peak / devices
 
 
 class DivergedError(ArithmeticError):

@@ -22,7 +22,7 @@ def line(
     devices = variant.parallel.devices
     if found["status"] == "ok":
         time_ms = found["time_ms"]
-        share = mfu(task, time_ms, device, devices)
+        share = task.mfu(time_ms, device, devices)
         found |= {"tokens_per_s": task.tokens() / time_ms * 1e3, "mfu": share}
         if share is not None and share > 1:
             reason = f"{time_ms:.3g} ms are too short for the device, since MFU is {share:.2f}"
@@ -41,14 +41,6 @@ def line(
         **records.environment(commit),
         **found,
     )
-
-
-def mfu(task: spec.Task, time_ms: float, device: str, devices: int) -> float | None:
-    """Return the share of the peak rate of all devices that a step of `time_ms` reaches, or None if
-    the peak rate is not known.
-    """
-    share = task.mfu(time_ms, device)
-    return None if share is None else share / devices
 
 
 def ok(found: timing.Timing, learner) -> dict[str, Any]:

@@ -5,9 +5,9 @@ caches the tokens of local files in a folder.
 import array
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -123,13 +123,8 @@ def encoded(texts: Iterable[str], by: Tokenizer) -> Iterator[np.ndarray]:
     Raises:
       ValueError: A text cannot be encoded in UTF-8, for example half of a surrogate pair.
     """
-    group: list[str] = []
-    for text in texts:
-        group.append(text)
-        if len(group) == TOGETHER:
-            yield from filter(len, by.encode(group))
-            group = []
-    yield from filter(len, by.encode(group))
+    for group in itertools.batched(texts, TOGETHER):
+        yield from filter(len, by.encode(group))
 
 
 def gathered(name: str, texts: Iterable[str], by: Tokenizer) -> Documents:
@@ -178,8 +173,11 @@ def kept(
 
 def _write(name: str, texts: Iterable[str], by: Tokenizer, target: Path) -> None:
     starts, dtype = array.array("q", [0]), None
-    scratch = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
-    try:
+    # Errors are ignored, since the folder is moved if it is complete.
+    with tempfile.TemporaryDirectory(
+        prefix=".", dir=target.parent, ignore_cleanup_errors=True
+    ) as folder:
+        scratch = Path(folder)
         with (scratch / "tokens").open("wb") as file:
             for part in encoded(texts, by):
                 dtype = part.dtype
@@ -193,8 +191,6 @@ def _write(name: str, texts: Iterable[str], by: Tokenizer, target: Path) -> None
         about = {"name": name, "dtype": dtype.name, "sha256": sha256}
         (scratch / "about.json").write_text(json.dumps(about))
         os.replace(scratch, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _digest(tokens: np.ndarray, starts: np.ndarray) -> str:
