@@ -43,7 +43,6 @@ from transformers import GenerationConfig
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig, continuous_batching_config
 
-PRODUCTS = torch.library.Library("aten", "IMPL")
 VOCABULARY, CLIP, LARGEST_WEIGHT, LEAST_RISE = 16, 0.2, 2.0, 0.1
 FLAGS = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "select_block": 16, "prompts": 8}
 FLAGS |= {"answers": 8, "prompt_tokens": 64, "answer_tokens": 4, "steps": 40, "updates": 2}
@@ -77,16 +76,18 @@ def sample(sampler, prompts: list[list[int]], flags: argparse.Namespace) -> list
     return [torch.tensor(x, device=sampler.device) for x in columns]
 
 
-def pad_products(rows: int = 64) -> None:
-    """Compute products of CUDA tensors with at least `rows` rows. Libraries choose the order of
-    sums by the number of rows, and a decode step has few."""
+def padded_products(rows: int = 64) -> torch.library.Library:
+    """As long as the result exists, compute products of CUDA tensors with at least `rows` rows.
+    Libraries choose the order of sums by the number of rows, and a decode step has few."""
 
     def mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         padded = F.pad(left, (0, 0, 0, max(0, rows - len(left))))
         out = left.new_empty(len(padded), right.shape[1])
         return torch.mm(padded, right, out=out)[: len(left)]
 
-    PRODUCTS.impl("mm", mm, "CUDA")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", mm, "CUDA")
+    return library
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
             sampler.set_nsa_implementation("invariant")
             token = torch.zeros(1, 1, dtype=torch.long, device=device)
             sampler(token, use_cache=False)  # raises an error if attention cannot run
-            pad_products()
+            _products = padded_products()
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
     for step in range(flags.steps):

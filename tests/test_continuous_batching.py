@@ -16,6 +16,7 @@ from transformers.cli.serving.utils import CBGenerateManager
 from transformers.generation.continuous_batching import cache as batches
 from transformers.generation.continuous_batching import continuous_api
 
+from examples.policy_gradient import padded_products
 from nsa_torch import Branches, PagedCache
 from nsa_torch.huggingface import (
     NSAForCausalLM,
@@ -123,6 +124,33 @@ def test_answers_are_those_of_generate(device, changes, sizes, monkeypatch):
     found = generated(lm, texts, batch=128 if gpu else 24, more=sizes)
     same_as_alone(lm, texts, found, 1e-3 if gpu else 2e-5)
     assert lm.config._attn_implementation == "sdpa"  # as before
+
+
+@served
+@devices
+def test_requests_do_not_depend_on_the_schedule(device):
+    """The same prompts again and again, in any order. On a GPU, `invariant` and products of 64 rows
+    give them the bits of one forward pass over prompt and answer.
+    """
+    gpu, kept = device == "cuda", []
+    lm = on(device)
+    if gpu:
+        lm = lm.bfloat16()
+        lm.set_nsa_implementation("invariant")
+        kept.append(padded_products())
+    texts = prompts((300, 70, 5), 192) if gpu else prompts()
+    generator = torch.Generator().manual_seed(2)
+    order = torch.randint(len(texts), (1000 if gpu else 40,), generator=generator).tolist()
+    found = generated(lm, [texts[i] for i in order], batch=200 if gpu else 24)
+    for i, text in enumerate(texts):
+        own = [x for x, n in zip(found, order, strict=True) if n == i]
+        (tokens,) = {tuple(x.generated_tokens) for x in own}
+        with torch.no_grad():
+            logits = lm(torch.tensor([[*text, *tokens]], device=device), use_cache=False).logits
+        shares = logits[0, len(text) - 1 : -1].float().softmax(-1)
+        whole = shares.gather(1, torch.tensor(tokens, device=device)[:, None])[:, 0].log().cpu()
+        apart = torch.tensor([x.logprobs for x in own]) - whole
+        assert len(own) > 3 and apart.abs().max() <= (0 if gpu else 2e-5), len(text)
 
 
 @served
