@@ -29,7 +29,7 @@ def speed(attention, implementation, seq_len, ms, batch=None):
 
 def panel(rows, question="forward", lines=()):
     (each,) = crossover.panels(rows, lines).values()
-    return next(panel for panel in each if panel.question == question)
+    return next(panel for panel in each if panel.name == crossover.QUESTIONS[question])
 
 
 NOT_MEASURED = "not measured together with dense attention"
@@ -47,7 +47,8 @@ def test_several_queries_are_a_problem_of_their_own():
     rows += sweep({1024: 4.0, 2048: 4.0, 4096: 8.0}, mode="decode", T=4)
     found = list(crossover.runs(rows, []))
     assert {run.problem for run in found[:6]}.isdisjoint(run.problem for run in found[6:])
-    assert "4 queries each" in found[-1].about and "queries" not in found[0].about
+    about = [crossover.render.filled("problem.txt.jinja", row=found[i].row) for i in (0, -1)]
+    assert "queries" not in about[0] and "4 queries each" in about[1]
     one = [row for row in rows if row.T == 1]
     assert panel(one, "decode").crossover == 2048
 
@@ -79,7 +80,7 @@ def test_frameworks_shapes_and_devices_are_not_mixed():
     assert panel([*rows, *jax]).answer == "from 2k tokens (4x at 4k)"
     assert crossover.panels(jax, []) == {}
     wide = sweep({1024: 8.0, 2048: 8.0}, H=64)
-    assert panel([*rows, *wide]).points[-1].ours.about.startswith("torch, 8/2 heads of 64")
+    assert panel([*rows, *wide]).about.startswith("torch, 8/2 heads of 64")
     both = crossover.panels([*rows, *sweep({1024: 2.0, 2048: 3.0}, device="B")], [])
     assert list(both) == [GPU, "B"]
 
@@ -90,7 +91,7 @@ def test_faster_rows_that_do_not_count(names, lengths, fields):
     rows += [record("all", name, 0.01, S=n, **fields) for name in names for n in lengths]
     found = panel(rows)
     assert found.crossover == 2048
-    assert {point.ours.kernel for point in found.points} == {"mosaic"}
+    assert {point.ours.implementation for point in found.points} == {"mosaic"}
 
 
 def test_the_newest_row_counts():
@@ -109,7 +110,8 @@ def test_training_steps_are_compared_at_equal_tokens_a_step():
     lines += [speed("nsa", "mosaic", 512, 0.1, batch=1)]
     found = panel([], "step", lines)
     assert found.answer == "from 8k tokens (2x)"
-    assert found.points[0].ours.about == "torch, 125m model, 32768 tokens per step, bfloat16"
+    about = "torch, 125m model, 32768 tokens per step, bfloat16"
+    assert found.about == f"{about}; NSA by mosaic"
 
 
 def test_a_wrong_row_is_a_word_and_breaks_the_line():

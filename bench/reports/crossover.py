@@ -3,10 +3,10 @@ report's page.
 
     records, lines of training -> runs -> panels (one per question) -> sentence, curves
 
-A run is one kernel at one length. If a kernel has several runs at one length, only the newest run
-counts. A panel answers one question for the problem that was measured at the most lengths. The
-panel compares our kernel with all dense kernels of the same framework. The curves of a panel show
-the time of the fastest dense kernel divided by the time of each kernel.
+A run is a row of one kernel at one length. If a kernel has several runs at one length, only the
+newest run counts. A panel answers one question for the problem that was measured at the most
+lengths. The panel compares our kernel with all dense kernels of the same framework. The curves of a
+panel show the time of the fastest dense kernel divided by the time of each kernel.
 
 At one length there are three answers:
 
@@ -24,7 +24,8 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ..harness.peers import NAMES as PEERS
 from ..harness.records import Record
@@ -38,32 +39,28 @@ QUESTIONS = {
     "decode": "decode",
 }
 
+type Row = Record | Speed
+# The newest row of each kernel of a problem, by length; the key states whether the kernel is dense.
+type Lines = Mapping[tuple[bool, str], Mapping[int, Row]]
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+
+class Run(NamedTuple):
     """One kernel at one length of one problem."""
 
     question: str
     problem: tuple
     tokens: int
     dense: bool
-    row: Record | Speed
-
-    @property
-    def kernel(self) -> str:
-        return self.row.implementation
-
-    @property
-    def about(self) -> str:
-        """The text on the page about the problem."""
-        return render.filled("problem.txt.jinja", row=self.row)
+    row: Row
 
 
 def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
     """Yield the runs of attention of all branches and of dense attention from records and training
-    logs."""
+    logs. Other forms of our kernel, such as `mosaic packed` and `mosaic recompute`, do not count.
+    """
     for r in records:
-        compared = r.branch == "dense" or (r.branch == "all" and _is_plain(r.implementation))
+        plain = " " not in r.implementation and r.implementation not in PEERS
+        compared = r.branch == "dense" or (r.branch == "all" and plain)
         if compared and r.mode in QUESTIONS and r.extra.get("judged", True):
             config = json.dumps(r.config, sort_keys=True)
             queries = r.T if r.T < r.S else None
@@ -75,44 +72,36 @@ def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
             yield Run("step", problem, x.seq_len, x.attention == "dense", x)
 
 
-def _is_plain(implementation: str) -> bool:
-    """Return whether a record measured our kernel in its plain form. Names such as `mosaic
-    packed` and `mosaic recompute` are other forms.
-    """
-    return " " not in implementation and implementation not in PEERS
-
-
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Our kernel and the dense kernels at one length. `missing` has the dense kernels that have
-    no row at this length but are the fastest at another length.
+    """Our kernel and the dense kernels at one length. `missing` states whether a dense kernel has
+    no row at this length but is the fastest at another length.
     """
 
     tokens: int
-    ours: Run
-    dense: tuple[Run, ...]
-    missing: tuple[str, ...] = ()
+    ours: Row
+    dense: Sequence[Row]
+    missing: bool
 
     @property
-    def best(self) -> Run | None:
-        timed = [run for run in self.dense if run.row.times_ms]
-        return min(timed, key=lambda run: run.row.times_ms or (), default=None)
+    def best(self) -> tuple[float, float, float] | None:
+        """The times of the fastest dense kernel."""
+        return min((row.times_ms for row in self.dense if row.times_ms), default=None)
 
-    def ratio(self, run: Run) -> float | None:
-        """Return the time of the fastest dense kernel divided by the time of `run`."""
-        best = self.best.row.times_ms if self.best else None
-        return best[0] / run.row.times_ms[0] if best and run.row.times_ms else None
+    def ratio(self, row: Row) -> float | None:
+        """Return the time of the fastest dense kernel divided by the time of `row`."""
+        return self.best[0] / row.times_ms[0] if self.best and row.times_ms else None
 
     @property
     def gain(self) -> str:
         """The ratio of our kernel as text, or its status."""
         ratio = self.ratio(self.ours)
-        return self.ours.row.status if ratio is None else f"{ratio:.2g}x"
+        return self.ours.status if ratio is None else f"{ratio:.2g}x"
 
     @property
     def faster(self) -> bool | None:
         """Whether NSA is faster, or None if the answer is not known."""
-        best, ours = self.best.row.times_ms if self.best else None, self.ours.row.times_ms
+        best, ours = self.best, self.ours.times_ms
         if not best:
             return None
         if ours is None or ours[2] >= best[1]:
@@ -125,12 +114,8 @@ class Panel:
     """The answer to one question. If the panel has no points, there are no measurements for the
     question."""
 
-    question: str
-    points: tuple[Point, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return QUESTIONS[self.question]
+    name: str
+    points: Sequence[Point] = ()
 
     @property
     def known(self) -> list[Point]:
@@ -152,10 +137,9 @@ class Panel:
         curve.
         """
         found: dict[str, list[tuple[int, float | None, str, bool]]] = {}
-        for point in self.points:
-            for run in (*point.dense, point.ours):
-                name, status = run.kernel if run.dense else "", run.row.status
-                dot = point.tokens, point.ratio(run), status, bool(point.missing)
+        for x in self.points:
+            for name, row in [*((row.implementation, row) for row in x.dense), ("", x.ours)]:
+                dot = x.tokens, x.ratio(row), row.status, x.missing
                 found.setdefault(name, []).append(dot)
         timed = lambda curve: sum(ratio is not None for _, ratio, *_ in curve)
         return {name: curve for name, curve in found.items() if timed(curve) > 1}
@@ -168,12 +152,12 @@ class Panel:
     def about(self) -> str:
         """The text about the measured problem and our kernel."""
         ours = self.points[-1].ours
-        return f"{ours.about}; NSA by {ours.kernel}"
+        return f"{render.filled('problem.txt.jinja', row=ours)}; NSA by {ours.implementation}"
 
     @property
-    def rows(self) -> list[Record | Speed]:
+    def rows(self) -> list[Row]:
         """All compared rows."""
-        return [run.row for point in self.points for run in (point.ours, *point.dense)]
+        return [row for point in self.points for row in (point.ours, *point.dense)]
 
     @property
     def commits(self) -> str:
@@ -194,55 +178,52 @@ def panels(records: Iterable[Record], lines: Iterable[Line]) -> dict[str, list[P
 
 
 def asked(records: Iterable[Record], lines: Iterable[Line] = ()) -> dict[str, list[Panel]]:
-    """Return the panels of each device, including the panels that cannot be drawn."""
-    groups: dict[str, dict[str, dict[tuple, list[Run]]]] = {}
+    """Return the panels of each device, including the panels that cannot be drawn. A panel has the
+    problem with the most lengths. Among problems with equally many lengths, the longest problem is
+    used, then the newest.
+    """
+    found: dict[str, dict[str, dict[tuple, dict]]] = {}
     for run in sorted(runs(records, lines), key=lambda run: run.row.time):
-        problems = groups.setdefault(run.row.device, {}).setdefault(run.question, {})
-        problems.setdefault(run.problem, []).append(run)
+        problems = found.setdefault(run.row.device, {}).setdefault(run.question, {})
+        kernel = problems.setdefault(run.problem, {}).setdefault(
+            (run.dense, run.row.implementation), {}
+        )
+        kernel[run.tokens] = run.row
+    size = lambda points: (len(points), points[-1].tokens, points[-1].ours.time)
+    some = lambda problems: filter(None, map(_points, problems.values()))
     return {
-        device: [_most_lengths(x, by_question.get(x, {}).values()) for x in QUESTIONS]
-        for device, by_question in groups.items()
+        device: [
+            Panel(name, max(some(by_question.get(x, {})), key=size, default=()))
+            for x, name in QUESTIONS.items()
+        ]
+        for device, by_question in found.items()
     }
 
 
-def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
-    """Return the panel of the problem that has the most lengths. Among problems with equally many
-    lengths, the longest problem is used, then the newest.
+def _points(lines: Lines) -> list[Point]:
+    """Return the lengths of one problem at which our kernel and a dense kernel have rows. If
+    several of our kernels have rows, the kernel with the most timed lengths is used. Among kernels
+    with the same number of timed lengths, the kernel that is the fastest at its longest length is
+    used.
     """
-    some = [Panel(question, points) for points in map(_points, problems) if points]
 
-    def rank(panel: Panel) -> tuple[int, int, str]:
-        ends = panel.points[-1]
-        return len(panel.points), ends.tokens, ends.ours.row.time
-
-    return max(some, key=rank, default=Panel(question))
-
-
-def _points(found: Sequence[Run]) -> tuple[Point, ...]:
-    """Return the lengths at which our kernel and a dense kernel have runs. `found` has the runs of
-    one problem, oldest first. If several of our kernels have runs, the kernel with the most timed
-    lengths is used. Among kernels with the same number of timed lengths, the kernel that is the
-    fastest at its longest length is used.
-    """
-    lines: dict[tuple[bool, str], dict[int, Run]] = {}
-    for run in found:
-        lines.setdefault((run.dense, run.kernel), {})[run.tokens] = run
-    dense = [line for (is_dense, _), line in lines.items() if is_dense]
-
-    def rank(line: dict[int, Run]) -> tuple[int, float]:
-        times = line[max(line)].row.times_ms
-        timed = sum(run.row.times_ms is not None for run in line.values())
+    def rank(line: Mapping[int, Row]) -> tuple[int, float]:
+        times = line[max(line)].times_ms
+        timed = sum(row.times_ms is not None for row in line.values())
         return timed, -times[0] if times else -math.inf
 
-    ours = max((x for (is_dense, _), x in lines.items() if not is_dense), key=rank, default={})
-    points = []
-    for tokens in sorted(ours):
-        here = tuple(line[tokens] for line in dense if tokens in line)
-        if here:
-            points.append(Point(tokens, ours[tokens], here))
-    fastest = {point.best.kernel for point in points if point.best}
-    lacking = ((point, fastest - {run.kernel for run in point.dense}) for point in points)
-    return tuple(dataclasses.replace(x, missing=tuple(sorted(names))) for x, names in lacking)
+    ours = max((x for (dense, _), x in lines.items() if not dense), key=rank, default={})
+    beside = {
+        tokens: [line[tokens] for (dense, _), line in lines.items() if dense and tokens in line]
+        for tokens in sorted(ours)
+    }
+    timed = [[row for row in rows if row.times_ms] for rows in beside.values()]
+    fastest = {min(x, key=lambda row: row.times_ms or ()).implementation for x in timed if x}
+    return [
+        Point(tokens, ours[tokens], rows, bool(fastest - {row.implementation for row in rows}))
+        for tokens, rows in beside.items()
+        if rows
+    ]
 
 
 def sentence(device: str, each: Iterable[Panel]) -> str:

@@ -7,12 +7,13 @@ saved as PNG on white, and as SVG in the text colour of the page.
 
 import dataclasses
 import io
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..harness.records import Record
 from . import render
@@ -55,71 +56,62 @@ def length(record: Record) -> tuple[int, str]:
     return record.S, "tokens"
 
 
-def lines_of(rows: Sequence[Record], value: Callable) -> list[list[Record]]:
-    """Return the rows of each line of the plot, sorted by length. Rows without a value, and lines
-    with fewer than two lengths, are left out.
-    """
-    lines: dict[tuple[str, ...], list[Record]] = {}
-    for record in rows:
-        if record.times_ms and value(record):
-            shape = dataclasses.replace(record, T=0, S=0, input_sha256=None)
-            if length(record)[1] != "tokens":
-                shape = dataclasses.replace(shape, config=record.config | {"num_selected": 0})
-            key = *render.problem_of(shape), record.branch, record.implementation
-            lines.setdefault(key, []).append(record)
-    found = [sorted(line, key=lambda r: length(r)[0]) for line in lines.values()]
-    return [line for line in found if length(line[0])[0] < length(line[-1])[0]]
-
-
 def panels(
-    records: Sequence[Record], value: Callable
+    records: Iterable[Record], value: Callable
 ) -> Iterator[tuple[str, str, list[list[Record]]]]:
-    """Yield the branch, the axis and the lines of each panel, in the order of the branches."""
-    for branch in BRANCHES:
-        some = [r for r in records if r.branch == branch]
-        for axis in dict.fromkeys(length(r)[1] for r in some):
-            lines = lines_of([r for r in some if length(r)[1] == axis], value)
-            if lines:
-                yield branch, axis, lines
+    """Yield the branch, the axis and the lines of each panel, in the order of the branches. A line
+    has the timed rows with a value that differ only in the length, by length. Lines with fewer than
+    two lengths are left out.
+    """
+    found: dict[tuple[str, str], dict[tuple, list[Record]]] = {}
+    for record in records:
+        if record.branch in BRANCHES and record.times_ms and value(record):
+            _, axis = length(record)
+            shape = dataclasses.replace(record, T=0, S=0, input_sha256=None)
+            if axis != "tokens":
+                shape = dataclasses.replace(shape, config=record.config | {"num_selected": 0})
+            key = *render.problem_of(shape), record.implementation
+            found.setdefault((record.branch, axis), {}).setdefault(key, []).append(record)
+    for branch, axis in sorted(found, key=lambda x: BRANCHES.index(x[0])):
+        lines = [sorted(line, key=length) for line in found[branch, axis].values()]
+        if lines := [line for line in lines if length(line[0]) < length(line[-1])]:
+            yield branch, axis, lines
 
 
 def plots(records: Sequence[Record], folder: Path) -> list[Plot]:
     """Return all plots of each device and mode, and write the PNG files to `folder`."""
-    times, gains = [], []
-    for device in sorted({r.device for r in records}):
-        for mode in ("forward", "fwdbwd", "backward", "decode"):
-            some = [r for r in records if (r.device, r.mode) == (device, mode)]
-            name = f"{device}, {mode}"
-            shown = list(panels(some, lambda r: r.time_ms))
-            if shown:
-                figure = _by_length(shown, "ms", lambda r: r.time_ms)
-                times.append(_saved(figure, f"Time: {name}", folder))
-            over = dict(zip(map(id, some), render.speed_ups(some), strict=True))
-            gain = lambda r, over=over: over[id(r)]
-            shown = list(panels([r for r in some if r.branch != "dense"], gain))
-            if shown:
-                figure = _by_length(shown, "x dense", gain, 1.0)
-                gains.append(_saved(figure, f"Speed-up over dense attention: {name}", folder))
-    return [*times, *gains]
+    over = dict(zip(map(id, records), render.speed_ups(records), strict=True))
+    times = lambda r: r.time_ms
+    gains = lambda r: None if r.branch == "dense" else over[id(r)]
+    found = []
+    for title, value, label in (
+        ("Time", times, "ms"),
+        ("Speed-up over dense attention", gains, "x dense"),
+    ):
+        for device in sorted({r.device for r in records}):
+            for mode in ("forward", "fwdbwd", "backward", "decode"):
+                some = [r for r in records if (r.device, r.mode) == (device, mode)]
+                if shown := [*panels(some, value)]:
+                    figure = _by_length(shown, label, value)
+                    found.append(_saved(figure, f"{title}: {device}, {mode}", folder))
+    return found
 
 
 def answer(panel: Panel, number: int) -> str:
     """Return the SVG of one answer. `number` is the index of the answer on the page."""
-    figure, grid = _grid(1, (3.0, 2.4))
-    _draw(panel, grid[0])
-    _legend(figure, columns=2)
+    figure = _figure([panel], (3.0, 2.4), _draw, columns=2)
     name = f"answer{number}"
     return _inline(_svg(figure, name, transparent=True), name)
 
 
-def answers(each: Sequence[Panel]) -> str:
+def answers(each: Iterable[Panel]) -> str:
     """Return the SVG of all answers that can be drawn, on white."""
-    drawn = [panel for panel in each if panel.drawn]
-    figure, grid = _grid(len(drawn), (3.6, 2.4))
-    for axes, panel in zip(grid, drawn, strict=False):
-        _draw(panel, axes)
+
+    def draw(axes, panel: Panel) -> None:
+        _draw(axes, panel)
         axes.set_title(f"{panel.name.capitalize()}: {panel.answer}", loc="left", size=8)
-    _legend(figure)
+
+    figure = _figure([panel for panel in each if panel.drawn], (3.6, 2.4), draw)
     return _svg(figure, "crossover", facecolor="white")
 
 
@@ -127,19 +119,20 @@ def distances(found: Mapping[str, Mapping[str, Any]], places: Sequence[int]) -> 
     """Return the SVG of gains by distance on white. `found` has the values of all runs for each
     of `places`, in nats per token, by title and label. Bars show the range of the runs.
     """
-    figure, grid = _grid(len(found), (3.6, 2.4))
-    for axes, (title, curves) in zip(grid, found.items(), strict=False):
+
+    def draw(axes, item: tuple[str, Mapping[str, Any]]) -> None:
+        title, curves = item
         for label, runs in curves.items():
             color = {"dense": OTHER, "16 blocks": COLORS["fa2"]}.get(label, OURS)
-            means = [sum(x) / len(x) for x in runs]
-            bars = [[m - min(x) for m, x in zip(means, runs, strict=True)]]
-            bars.append([max(x) - m for m, x in zip(means, runs, strict=True)])
+            means, least, most = (of(runs, axis=1) for of in (np.mean, np.min, np.max))
             how = {"marker": "o", "markersize": 3, "capsize": 2, "linewidth": 1.2}
+            bars = means - least, most - means
             axes.errorbar(places, means, yerr=bars, label=label, color=color, **how)
         axes.set_xscale("log", base=2)
         axes.set_xticks(places, map(str, places), size=7)
         _labels(axes, title, "tokens back", "nats per token")
-    _legend(figure)
+
+    figure = _figure(found.items(), (3.6, 2.4), draw)
     return _svg(figure, "distance", facecolor="white")
 
 
@@ -147,25 +140,25 @@ def needles(found: Mapping[str, Mapping[str, Sequence[float]]], depths: Sequence
     """Return the SVG of heat maps on white: the share of needles that each model of `found` finds,
     by number of tokens and by depth. Depth 0 is the first token of a row.
     """
-    figure, grid = _grid(len(found), (2.4, 2.2))
-    for axes, (model, shares) in zip(grid, found.items(), strict=False):
-        columns = [[shares[n][row] for n in shares] for row in range(len(depths))]
-        axes.pcolormesh(columns, cmap="Greens", vmin=0, vmax=1)
+
+    def draw(axes, item: tuple[str, Mapping[str, Sequence[float]]]) -> None:
+        model, by_length = item
+        shares = np.array([*by_length.values()]).T  # [depths, lengths]
+        axes.pcolormesh(shares, cmap="Greens", vmin=0, vmax=1)
         axes.invert_yaxis()
-        for (row, line), column in itertools.product(enumerate(columns), range(len(shares))):
-            ink = "white" if line[column] > 0.6 else INK
-            place = column + 0.5, row + 0.5
-            axes.text(
-                *place, f"{line[column]:.1f}", ha="center", va="center", size=6, color=ink
-            )
-        across, down = ([x + 0.5 for x in range(len(each))] for each in (shares, depths))
-        axes.set_xticks(across, [f"{int(n) // 1024}k" for n in shares], size=7)
+        how = {"ha": "center", "va": "center", "size": 6}
+        for (row, column), share in np.ndenumerate(shares):
+            ink = "white" if share > 0.6 else INK
+            axes.text(column + 0.5, row + 0.5, f"{share:.1f}", color=ink, **how)
+        down, across = (np.arange(count) + 0.5 for count in shares.shape)
+        axes.set_xticks(across, [f"{int(n) // 1024}k" for n in by_length], size=7)
         axes.set_yticks(down, map(str, depths), size=7)
         _labels(axes, model, "tokens of a row", "depth")
-    return _svg(figure, "needle", facecolor="white")
+
+    return _svg(_figure(found.items(), (2.4, 2.2), draw), "needle", facecolor="white")
 
 
-def _draw(panel: Panel, axes) -> None:
+def _draw(axes, panel: Panel) -> None:
     """Draw an answer. A ratio above 1 means that NSA is faster than dense attention. A hollow dot
     means that a fast dense kernel was not measured at that length. A word is the status of a row
     without a time.
@@ -190,46 +183,60 @@ def _draw(panel: Panel, axes) -> None:
         axes.axvline(panel.crossover, color=OURS, linestyle="--", linewidth=1.0)
 
 
-def _grid(count: int, size: tuple[float, float]) -> tuple[Any, Sequence[Any]]:
-    """Return a figure with `count` panels, and the axes of the panels. At most two panels, each of
-    the size `size` in inches, are next to each other."""
+def _figure(
+    items: Collection, size: tuple[float, float], draw: Callable, columns: int = 4
+) -> Any:
+    """Return a figure of panels. `draw(axes, item)` draws the panel of an item. At most two panels,
+    each of the size `size` in inches, are next to each other. The legend has `columns` columns and
+    each label once.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     style: dict[str, Any] = dict.fromkeys(names, INK)
     style |= {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
-    columns = min(2, count)
-    rows = -(-count // columns)
+    across = min(2, len(items))
+    down = -(-len(items) // across)
     with matplotlib.rc_context(style):
-        figure = Figure((size[0] * columns, size[1] * rows), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False)
-    for axes in grid.flat[count:]:
+        figure = Figure((size[0] * across, size[1] * down), layout="constrained")
+        grid = figure.subplots(down, across, squeeze=False).flat
+    for axes in grid[len(items) :]:
         axes.axis("off")
-    return figure, list(grid.flat)
-
-
-def _by_length(shown, label: str, value: Callable, level: float | None = None):
-    """Return a figure of the panels `shown`, which are results of `panels`."""
-    figure, grid = _grid(len(shown), (3.6, 2.5))
-    for axes, (branch, axis, lines) in zip(grid, shown, strict=False):
-        for line in lines:
-            first = line[0]
-            axes.plot(
-                [length(r)[0] for r in line],
-                [value(r) for r in line],
-                color=COLORS.get(first.implementation, OTHER),
-                marker=MARKERS[first.framework],
-                label=f"{first.implementation} ({first.framework})",
-                markersize=3.5,
-                linewidth=0.8,
-                alpha=0.85,
-            )
-        if level is not None:
-            axes.axhline(level, color=INK, linewidth=0.6, linestyle=":")
-        _log_log(axes, branch, axis, label)
-    _legend(figure)
+    known = {}
+    for axes, item in zip(grid, items, strict=False):
+        draw(axes, item)
+        handles, labels = axes.get_legend_handles_labels()
+        known |= dict(zip(labels, handles, strict=True))
+    if known:
+        handles = [known[label] for label in sorted(known)]
+        figure.legend(
+            handles=handles,
+            loc="outside lower left",
+            ncols=columns,
+            frameon=False,
+            labelcolor=INK,
+            fontsize=8,
+        )
     return figure
+
+
+def _by_length(shown: Sequence[tuple], label: str, value: Callable) -> Any:
+    """Return a figure of the panels `shown`, which are results of `panels`."""
+
+    def draw(axes, panel: tuple[str, str, list[list[Record]]]) -> None:
+        branch, axis, lines = panel
+        how = {"markersize": 3.5, "linewidth": 0.8, "alpha": 0.85}
+        for line in lines:
+            name, framework = line[0].implementation, line[0].framework
+            across, down = ([f(r) for r in line] for f in (lambda r: length(r)[0], value))
+            own = {"color": COLORS.get(name, OTHER), "marker": MARKERS[framework]}
+            axes.plot(across, down, label=f"{name} ({framework})", **own, **how)
+        if label != "ms":
+            axes.axhline(1.0, color=INK, linewidth=0.6, linestyle=":")
+        _log_log(axes, branch, axis, label)
+
+    return _figure(shown, (3.6, 2.5), draw)
 
 
 def _log_log(axes, title: str, x: str, y: str) -> None:
@@ -258,22 +265,6 @@ def _labels(axes, title: str, x: str, y: str) -> None:
     axes.set_ylabel(y, size=8)
     axes.grid(color=INK, alpha=0.12, linewidth=0.5)
     axes.minorticks_off()
-
-
-def _legend(figure, columns: int = 4) -> None:
-    """Draw the legend below the panels. Each label occurs once."""
-    known = {}
-    for axes in figure.axes:
-        handles, labels = axes.get_legend_handles_labels()
-        known |= dict(zip(labels, handles, strict=True))
-    figure.legend(
-        handles=[known[label] for label in sorted(known)],
-        loc="outside lower left",
-        ncols=columns,
-        frameon=False,
-        labelcolor=INK,
-        fontsize=8,
-    )
 
 
 def _saved(figure, title: str, folder: Path) -> Plot:
