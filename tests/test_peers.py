@@ -1,8 +1,10 @@
 """Other libraries' NSA: refusals that say why, and rows that are judged or marked."""
 
+import dataclasses
 import functools
 
 import pytest
+import torch
 
 from bench.harness import jobs, measure, peers, problems
 from bench.harness.runners import TorchRunner
@@ -153,6 +155,26 @@ def test_given_blocks_are_judged(shift, status, monkeypatch):
     assert found.get("status", "ok") == status
     assert ("time_ms" in found) == (status == "ok")
     assert found["reason"] == peers.JUDGED or "max error" in found["reason"]
+
+
+def test_the_selected_branch_of_cudnn_is_judged(monkeypatch):
+    (job,) = peers.jobs(asked(), BRANCHES, ["cudnn_nsa"])
+    assert job.branch == "selected" and job.unsupported == f"{peers.CUDNN} is not installed"
+
+    def selection_attention_wrapper(q, k, v, indices, counts, ends, of_keys, **how):
+        assert of_keys is ends and ends.tolist() == [0, how["max_s_q"]] == [0, how["max_s_k"]]
+        assert how.pop("is_causal") and how["block_size"] == SETTINGS.nsa.select_block
+        slots = torch.arange(indices.shape[-1])
+        lists = torch.where(slots < counts[..., None], indices, -1)
+        arrays = [x[None] for x in (q, k, v, lists)]
+        out = functional.selected_attention(*arrays, config=SETTINGS.nsa)[0]
+        return {"o_tensor": out[0]}
+
+    module = "cudnn.native_sparse_attention"
+    pretend.module(monkeypatch, "cudnn")
+    pretend.module(monkeypatch, module, selection_attention_wrapper=selection_attention_wrapper)
+    found = row(dataclasses.replace(job, unsupported=""))
+    assert "time_ms" in found, found
 
 
 def test_the_whole_is_timed_without_a_speed_up(monkeypatch):

@@ -7,6 +7,7 @@ libraries are installed. Dense attention of `fa4` and `flash_attn` is also compa
 | `fla` | flash-linear-attention | NSA in Triton | selected, sliding, all |
 | `fa4` | flash-attn-4 | FlashAttention in CuTe, for Hopper and Blackwell | dense, sliding |
 | `flash_attn` | flash-attn | FlashAttention-2's own kernels | dense, sliding |
+| `cudnn_nsa` | nvidia-cudnn-frontend[cutedsl] | NSA's selected branch in CuTe, forward only | selected |
 
 The dense kernel `flash` of torch is torch's copy of FlashAttention-2 and needs no package.
 `native-sparse-attention-triton`, which is not on PyPI, is in `peer_nsa_triton`.
@@ -29,7 +30,8 @@ from . import peer_nsa_triton, records
 from .jobs import Job
 from .records import Values
 
-NAMES = ("fla", peer_nsa_triton.NAME, "fa4", "flash_attn")
+NAMES = ("fla", peer_nsa_triton.NAME, "fa4", "flash_attn", "cudnn_nsa")
+CUDNN = "nvidia-cudnn-frontend"
 # Packages for attention to all keys or to a window, and the lowest compute capability of each.
 FLASH = {"fa4": ("flash-attn-4", (9, 0)), "flash_attn": ("flash-attn", (8, 0))}
 LEAST_GROUP, WIDEST = 16, 256  # of parallel_nsa
@@ -86,6 +88,8 @@ def jobs(problem: Problem, branches, names: Sequence[str] = NAMES) -> Iterator[J
             yield from _fla(problem, branches)
         elif name == peer_nsa_triton.NAME:
             yield from peer_nsa_triton.jobs(problem, branches)
+        elif name == "cudnn_nsa":
+            yield from _cudnn(problem, branches)
         else:
             yield from _flash(name, problem, branches)
 
@@ -132,6 +136,38 @@ def _flash_call(name: str, window: int | None, given: Values) -> Values:
     how = {} if window is None else {"window_size": (window - 1, 0)}
     found = flash_attn_func(given["query"], given["key"], given["value"], causal=True, **how)
     return {"out": found[0] if isinstance(found, tuple) else found}
+
+
+def _cudnn(problem: Problem, branches) -> Iterator[Job]:
+    if "selected" in branches:
+        yield Job(
+            "selected",
+            "cudnn_nsa",
+            unsupported=peer_nsa_triton.package_why_not(CUDNN, problem) or "",
+            function=functools.partial(_cudnn_selected, problem.config.select_block),
+            library=True,
+            note=f"{CUDNN} {records.version(CUDNN)}",
+        )
+
+
+def _cudnn_selected(block: int, given: Values) -> Values:
+    """Attend to the given blocks. The empty slots of a list must be at its end."""
+    import torch
+    from cudnn.native_sparse_attention import selection_attention_wrapper
+
+    query, key, value, lists = (
+        given[name].flatten(0, 1) for name in ("query", "key", "value", "block_indices")
+    )
+    batch, length = given["query"].shape[:2]
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+    found = selection_attention_wrapper(
+        *(query, key, value, lists, (lists >= 0).sum(-1, dtype=torch.int32), ends, ends),
+        block_size=block,
+        max_s_q=length,
+        max_s_k=length,
+        is_causal=True,
+    )
+    return {"out": found["o_tensor"].unflatten(0, (batch, length))}
 
 
 def _fla(problem: Problem, branches) -> Iterator[Job]:
