@@ -7,7 +7,7 @@ libraries are installed. Dense attention of `fa4` and `flash_attn` is also compa
 | `fla` | flash-linear-attention | NSA in Triton | selected, sliding, all |
 | `fa4` | flash-attn-4 | FlashAttention in CuTe, for Hopper and Blackwell | dense, sliding |
 | `flash_attn` | flash-attn | FlashAttention-2's own kernels | dense, sliding |
-| `cudnn_nsa` | nvidia-cudnn-frontend[cutedsl] | NSA's selected branch in CuTe, forward only | selected |
+| `cudnn_nsa` | nvidia-cudnn-frontend[cutedsl] | NSA in CuTe, forward only | selected |
 
 The dense kernel `flash` of torch is torch's copy of FlashAttention-2 and needs no package.
 `native-sparse-attention-triton`, which is not on PyPI, is in `peer_nsa_triton`.
