@@ -8,6 +8,7 @@ which length NSA is faster than dense attention (`reports.crossover`). Failed ro
 with their reason and without a speed-up. Files of `bench.train` become tables of runs.
 """
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,10 +18,10 @@ from absl import flags
 
 from nsa_core import policy
 
-from .harness import cli, records
+from .harness import cli, process, records
 from .harness.records import Record, Values
 from .lm import curves, watched
-from .reports import crossover, page, plots, render
+from .reports import crossover, plots, render
 from .reports.sources import Report, read
 
 FLAGS = cli.define(
@@ -37,9 +38,41 @@ BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
 }
 
 
+def about(report: Report) -> Values:
+    """Return what both forms of the report show."""
+    return {
+        "report": report,
+        "charts": crossover.panels(report.records, report.training_lines),
+        "sentence": crossover.sentence,
+        "training": [
+            (path, lines, [*curves.verdicts(lines), *watched.verdicts(path, lines)])
+            for path, lines in report.training
+        ],
+        "several": watched.parity(report.training),
+        "files": [*map(records.shown, report.files)],
+    }
+
+
+def html(report: Report, figures: Sequence[plots.Plot]) -> str:
+    """Return the page `report.html`, which loads no other files."""
+    gains = (render.speed_ups(report.records, over) for over in ("dense", "portable"))
+    number = itertools.count()  # makes the ids of the drawings different
+    return render.filled(
+        "page.html",
+        **about(report),
+        shown=records.shown,
+        tables=(curves.run_table, curves.speed_table, watched.gate_table),
+        drawing=lambda panel: plots.answer(panel, next(number)),
+        tally=Counter(record.status for record in report.records).most_common(),
+        tuner=process.module("bench.tune_thresholds"),
+        figures=figures,
+        rows=[*zip(report.rows, *gains, strict=True)],
+        note_of=render.note,
+    )
+
+
 def markdown(report: Report) -> str:
     """Return `report.md`: environment, parity, speed-ups by length, thresholds, failed rows."""
-    answers = crossover.panels(report.records, report.training_lines)
     devices = []
     for device in dict.fromkeys(record.device for record in report.records):
         some = [record for record in report.records if record.device == device]
@@ -49,33 +82,17 @@ def markdown(report: Report) -> str:
             for r in some
             if r.status != "ok"
         )
-        about = {
+        found = {
             "name": device,
             "environments": {(r.commit, json.dumps(r.versions)): r for r in some}.values(),
             "parity": _parity(some),
             "gains": {name: _by_length(some, *beside) for name, beside in BESIDE.items()},
             "decode": [*zip(decode, render.speed_ups(decode), strict=True)],
-            "known": [found for found in report.devices if found.device == device],
             "failed": sorted(failed.items()),
         }
-        devices.append(about)
-    return render.filled(
-        "report.md.jinja",
-        report=report,
-        answers=[crossover.sentence(device, each) for device, each in answers.items()],
-        devices=devices,
-        training=[
-            (
-                Path(path).name,
-                watched.markdown(
-                    lines, [*curves.verdicts(lines), *watched.verdicts(path, lines)]
-                ),
-            )
-            for path, lines in report.training
-        ],
-        several=watched.parity(report.training),
-        files=map(records.shown, report.files),
-    )
+        devices.append(found)
+    how = {"devices": devices, "table": watched.markdown, "name_of": lambda x: Path(x).name}
+    return render.filled("report.md.jinja", **about(report), **how)
 
 
 def _parity(some: Sequence[Record]) -> Iterator[tuple]:
@@ -116,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     figures = plots.plots(report.records, folder)
     (folder / "report.md").write_text(markdown(report), encoding="utf-8")
-    (folder / "report.html").write_text(page.html(report, figures), encoding="utf-8")
+    (folder / "report.html").write_text(html(report, figures), encoding="utf-8")
     print(f"{len(report.rows)} rows of {len(report.files)} files: {folder / 'report.html'}")
     return 0
 

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
+from bench import report
 from bench.lm.log import Speed
-from bench.reports import crossover, page, plots, sources
+from bench.reports import crossover, plots, sources
 from tests.measured import GPU, logged, record
 from tests.tables import table
 
@@ -130,13 +131,12 @@ def test_no_chart_of_nothing_or_of_single_dots():
     failed = sweep({1024: None, 2048: None})
     for rows in ([], some, alone, failed):
         assert crossover.panels(rows, []) == {}
-        report = sources.Report("x", [], [("a:1", r) for r in rows], [], [])
-        text = page.html(report, [])
+        text = report.html(sources.Report("x", [], [("a:1", r) for r in rows], [], []), [])
         assert "From which length" not in text and 'class="answers"' not in text
     rows = [*sweep({1024: 0.5, 2048: 2.0}), *sweep({1024: 2.0}, mode="fwdbwd")]
     rows += [record("dense", "math", 9.0, S=2048)]
     (each,) = crossover.panels(rows, []).values()
-    text = page.html(sources.Report("x", [], [("a:1", r) for r in rows], [], []), [])
+    text = report.html(sources.Report("x", [], [("a:1", r) for r in rows], [], []), [])
     drawing = text[text.index('class="answers"') : text.index("</section>")]
     assert drawing.count("<svg") == 1 and drawing.count('<figure class="none">') == 3
     assert "math" not in drawing, "one dot of a dense kernel is no line"

@@ -10,7 +10,7 @@ from markupsafe import escape
 
 from bench import report
 from bench.harness import records
-from bench.reports import page, plots, render, sources
+from bench.reports import plots, render, sources
 from nsa_core import policy
 from tests import commands, pretend
 from tests.measured import GPU, pairs, record
@@ -35,7 +35,7 @@ def rows_of(text):
     body = text[text.index('id="rows"') :]
     body = body[body.index("<tbody>") : body.index("</tbody>")]
     lines = [re.findall(r"<td.*?</td>", line) for line in body.split("</tr>")[:-1]]
-    names = page.COLUMNS
+    names = re.findall(r'<button type="button">(.*?)</button>', text)
     plain = [[html.unescape(re.sub(r"<[^>]*>", " ", cell)) for cell in row] for row in lines]
     return [dict(zip(names, map(str.strip, row), strict=True)) for row in plain]
 
@@ -43,7 +43,7 @@ def rows_of(text):
 def test_rows_with_speed_ups_and_errors(build):
     dense = record("dense", "flash", 4.0, bench="compare")
     rows = [dense, *pairs("sliding", {512: 2.0}, bench="compare")]
-    _, sdpa, fast = rows_of(page.html(build(rows), []))
+    _, sdpa, fast = rows_of(report.html(build(rows), []))
     assert (sdpa["over dense"], sdpa["over portable"]) == ("4x", "1x")
     assert (fast["over dense"], fast["over portable"]) == ("8x", "2x")
     assert fast["ms"].split()[0] == "0.5" and fast["error / bound"].split() == [
@@ -69,7 +69,7 @@ def test_a_failed_row_shows_its_reason_and_no_speed(build, status):
     base = [record("dense", "flash", 4.0), record("sliding", "sdpa", 1.0)]
     bad = record("sliding", "fa2", 0.5, status=status, reason="it went astray")
     found = build([*base, bad])
-    row = rows_of(page.html(found, []))[2]
+    row = rows_of(report.html(found, []))[2]
     assert row["status"] == status and "it went astray" in row["note"]
     assert [row[name] for name in ("ms", "over dense", "over portable", "TFLOP/s")] == ["-"] * 4
     text = report.markdown(found)
@@ -88,7 +88,7 @@ def test_text_of_records_is_escaped(build):
         rows += [record("dense", EVIL, 2.0, S=length, **fields)]
     found = build(rows)
     found.title = EVIL
-    text = page.html(found, [])
+    text = report.html(found, [])
     assert EVIL not in text and escape(EVIL) in text
     assert "&lt;script&gt;" in text[text.index('class="answers"') : text.index("</section>")]
     assert text.count("<script>") == 1
@@ -97,7 +97,7 @@ def test_text_of_records_is_escaped(build):
 def test_the_page_asks_for_nothing(build, tmp_path):
     found = build(pairs("sliding", {512: 2.0, 1024: 3.0}) + [record("dense", "flash", 4.0)])
     figures = plots.plots(found.records, tmp_path)
-    text = page.html(found, figures)
+    text = report.html(found, figures)
     assert not re.search(r"(src|href)=[\"'](?!#|data:)", text)
     assert "@import" not in text and '<link rel="icon" href="data:,">' in text
     assert not re.search(r"url\((?!#)", text)
@@ -157,7 +157,7 @@ def test_markdown_has_the_seeds_sections(build):
 def test_verdicts_of_a_training_run_are_shown(tmp_path):
     path = records.FOLDER / "nvidia-h100-80gb-hbm3" / "train.jsonl"
     found = sources.read([path])
-    text, shown = report.markdown(found), page.html(found, [])
+    text, shown = report.markdown(found), report.html(found, [])
     for question in ("JAX and torch agree at every step, nsa", "NSA's held-out loss within"):
         assert f"- {question}" in text and f"<li>{escape(question)}" in shown
 
@@ -171,7 +171,7 @@ def test_thresholds_stand_with_their_evidence(build, tmp_path):
     (tmp_path / "devices").mkdir()
     (tmp_path / "devices" / "nvidia-test-80gb.yaml").write_text(yaml.safe_dump(data))
     found = build([record("sliding", "fa2", 1.0)])
-    text = page.html(found, [])
+    text = report.html(found, [])
     for part in ("runtime.fa2_min_len_win", ">never<", "margin 1.25", "7 rows", "a.jsonl:3"):
         assert part in text
     assert "triton not allowed for selected since 2025" in text and EVIL not in text

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
+from bench import report
 from bench.harness import records
-from bench.reports import page, plots, sources
+from bench.reports import plots, sources
 from tests.measured import pairs, record
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -34,8 +35,8 @@ def address(tmp_path_factory):
     evil = "<img src=x onerror=alert(1)>" + "unbroken" * 40
     rows += [record("selected", "mosaic", None, status="oom", reason=evil)]
     records.append(folder / "rows.jsonl", rows)
-    report = sources.read([folder / "rows.jsonl"], "Title <b>bold</b>")
-    text = page.html(report, plots.plots(report.records, folder))
+    found = sources.read([folder / "rows.jsonl"], "Title <b>bold</b>")
+    text = report.html(found, plots.plots(found.records, folder))
     (folder / "report.html").write_text(text, encoding="utf-8")
     return (folder / "report.html").as_uri(), len(rows)
 

@@ -15,7 +15,7 @@ import scipy.stats
 import torch
 from absl import app, flags
 
-from bench import scale, train
+from bench import report, scale, train
 from bench.harness import cli, launchers
 from bench.lm import (
     checkpoint,
@@ -32,7 +32,7 @@ from bench.lm.data import Batch
 from bench.lm.parallel import Parallel
 from bench.lm.share import check_vocabulary
 from bench.lm.watch import Settings
-from bench.reports import page, sources
+from bench.reports import sources
 from nsa_core.types import Branches
 from tests import commands
 from tests.measured import logged
@@ -88,7 +88,7 @@ def test_what_a_run_leaves(tmp_path):
     assert len(given) == 2 and sources.read(given).files == [str(tmp_path / "train.jsonl")]
     assert [beat["msg"] for beat in beats] == ["boot", "step_end", "step_end", "end"]
     assert [beat["step"] for beat in beats[1:3]] == [1, 3]
-    text = page.html(sources.read([run.path]), [])
+    text = report.html(sources.read([run.path]), [])
     assert "No head&#39;s gates have collapsed, torch-nsa: yes (0, bound 0" in text
     assert "No gap in heartbeat_rank0.jsonl: yes" in text and "<td>0</td>" in text
 
