@@ -74,9 +74,8 @@ def judge(runner, implementation, inputs, wanted, config) -> tuple[Values, Any]:
         "rows_checked": wanted.shape[1],
         "rows_differ": found.differing,
     }
-    worst = found.worst
-    if worst is None or worst.shortfall is not None:
-        error, bound = (0.0, None) if worst is None else worst.relative
+    if found.worst:
+        error, bound = found.worst
         fields |= {"error_of": "indices", "error_max": error, "error_bound": bound}
     if found.unexplained:
         reason = f"{found.unexplained} of {found.rows} rows unexplained: {found.report(1)}"

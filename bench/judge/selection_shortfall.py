@@ -11,6 +11,7 @@ its shortfall is within the resolution of float32 (`resolution`).
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,86 +26,41 @@ from . import oracle, parity
 
 ROUNDOFF = 2.0**-24  # the relative error of one float32 operation
 SMALLEST = 2.0**-126  # smaller values may be flushed to zero
+MOST_REPORTS = 5
 MAX_ROWS = 2**15  # rounding causes fewer differences than this; further rows stay unexplained
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """A row that differs. The scores of the row are float64, and belong to blocks that only one
-    of the two selections has.
-    """
-
-    batch: int
-    token: int
-    kv_head: int
-    chosen: tuple[int, ...]
-    expected: tuple[int, ...]
-    chosen_scores: dict[int, float]
-    expected_scores: dict[int, float]
-    shortfall: (
-        float | None
-    )  # best score left out minus worst score selected; None if rules are broken
-    bound: float  # the resolution of float32
-    reason: str  # empty if explained
-
-    @property
-    def largest(self) -> float:
-        """The largest of the scores that are compared."""
-        return max(0.0, *self.chosen_scores.values(), *self.expected_scores.values())
-
-    @property
-    def share(self) -> float:
-        """The shortfall divided by its bound."""
-        return math.inf if self.shortfall is None else self.shortfall / self.bound
-
-    @property
-    def relative(self) -> tuple[float, float]:
-        """Shortfall and bound, both divided by the largest of the compared scores."""
-        scale = self.largest or 1.0
-        return (self.shortfall or 0.0) / scale, self.bound / scale
-
-    def __str__(self) -> str:
-        def scores(of):
-            return ", ".join(f"{block}: {score:.9g}" for block, score in of.items())
-
-        return (
-            f"batch {self.batch} token {self.token} kv head {self.kv_head}: {self.reason}\n"
-            f"  chosen    {list(self.chosen)}\n  reference {list(self.expected)}\n"
-            f"  scores of those only chosen {{{scores(self.chosen_scores)}}}, "
-            f"only in the reference {{{scores(self.expected_scores)}}}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The comparison of all rows of a selection with the rows of the reference."""
+    """The comparison of all rows of a selection with the rows of the reference.
+
+    Attributes:
+      rows: Number of rows.
+      differing: Number of rows that differ.
+      unexplained: Number of rows whose difference is not explained.
+      worst: The shortfall and its bound of the row that uses the largest share of its bound, both
+        divided by the largest of the compared scores. The bound is None if no row differs. `worst`
+        is None if a row breaks a rule.
+      reports: Descriptions of the first unexplained rows.
+    """
 
     rows: int
     differing: int
-    judged: tuple[Row, ...]  # the differing rows that were scored again, in order
+    unexplained: int = 0
+    worst: tuple[float, float | None] | None = (0.0, None)
+    reports: Sequence[str] = ()
 
-    @property
-    def unexplained(self) -> int:
-        judged = sum(bool(row.reason) for row in self.judged)
-        return judged + self.differing - len(self.judged)
-
-    @property
-    def worst(self) -> Row | None:
-        """The row that uses the largest share of its bound."""
-        return max(self.judged, key=lambda row: row.share, default=None)
-
-    def report(self, most: int = 5) -> str:
+    def report(self, most: int = MOST_REPORTS) -> str:
         """Return the first unexplained rows."""
-        rows = [row for row in self.judged if row.reason]
-        lines = [str(row) for row in rows[:most]]
+        lines = [*self.reports[:most]]
         if self.unexplained > most:
             lines.append(f"... and {self.unexplained - most} more")
         return "\n".join(lines)
 
 
-def resolution(largest: float, reach: float, shape: tuple[int, int, int], config) -> float:
-    """Return the largest difference of two block scores that float32 may not resolve. `largest`
-    is the larger score.
+def resolution(largest, reach, shape: tuple[int, int, int], config) -> np.ndarray:
+    """Return the largest difference of two block scores that float32 may not resolve, for each row.
+    `largest` is the larger score.
 
     With `u = 2**-24`, a score has these relative errors to first order:
 
@@ -121,7 +77,8 @@ def resolution(largest: float, reach: float, shape: tuple[int, int, int], config
     twice the value that may be flushed to zero.
 
     Args:
-      reach: the largest magnitude that a logit of the row can have.
+      largest: `[R]`.
+      reach: the largest magnitude that a logit of the row can have, `[R]`.
       shape: `(G, C, D)`.
     """
     group, count, width = shape
@@ -204,37 +161,51 @@ def compare(
     if chosen.shape != wanted.shape:
         raise ValueError(f"chosen must have shape {wanted.shape}, got {chosen.shape}")
     differ = np.argwhere((chosen != wanted).any(axis=-1))
-    count_of_rows = math.prod(chosen.shape[:-1])
-    judged = differ[:MAX_ROWS]
+    rows, judged = math.prod(chosen.shape[:-1]), differ[:MAX_ROWS]
     if not len(judged):
-        return Comparison(count_of_rows, 0, ())
+        return Comparison(rows, 0)
     scores, reach = exact_scores(query, compressed_key, judged, config)
-    count, kv_heads, width = compressed_key.shape[1:]
-    shape = query.shape[2] // kv_heads, count, width
-    at = tuple(judged.T)
+    both, own = (chosen[*judged.T], wanted[*judged.T]), judged[:, 1:2] // config.select_block
     broken = np.full(len(judged), "", object)
-    own = judged[:, 1:2] // config.select_block
-    for rule, holds in parity.rules(chosen[at], own, config):
+    for rule, holds in parity.rules(both[0], own, config):
         broken[~holds & (broken == "")] = rule
-    rows = (tuple(map(int, row)) for row in judged)
-    pairs = zip(rows, chosen[at], wanted[at], scores, reach, broken, strict=True)
+
+    def members(selection: np.ndarray) -> np.ndarray:
+        """Return whether each row has each block up to its own, `[R, N]`."""
+        found = np.zeros(scores.shape, bool)
+        row, slot = np.nonzero((selection >= 0) & (selection <= own))
+        found[row, selection[row, slot]] = True
+        return found
+
+    mine, theirs = map(members, both)
+    taken, left = mine & ~theirs, theirs & ~mine
+    largest = np.where(taken | left, scores, 0).max(axis=-1)
+    count, kv_heads, width = compressed_key.shape[1:]
+    bound = resolution(largest, reach, (query.shape[2] // kv_heads, count, width), config)
+    best_left = np.where(left, scores, -np.inf).max(axis=-1)
+    short = (best_left - np.where(taken, scores, np.inf).min(axis=-1)).clip(0)
+
+    def report(at: int) -> str:
+        (batch, token, head), reason = judged[at], broken[at]
+        reason = reason or f"falls short by {short[at]:.3g}, float32 resolves {bound[at]:.3g}"
+        only_chosen, only_wanted = (
+            ", ".join(f"{block}: {scores[at, block]:.9g}" for block in np.flatnonzero(x[at]))
+            for x in (taken, left)
+        )
+        return (
+            f"batch {batch} token {token} kv head {head}: {reason}\n"
+            f"  chosen    {both[0][at].tolist()}\n  reference {both[1][at].tolist()}\n"
+            f"  scores of those only chosen {{{only_chosen}}}, "
+            f"only in the reference {{{only_wanted}}}"
+        )
+
+    unexplained = np.flatnonzero((broken != "") | ~(short <= bound))
+    at = int(np.where(broken != "", np.inf, short / bound).argmax())
+    scale = largest[at] or 1.0
     return Comparison(
-        count_of_rows, len(differ), tuple(_judge(shape, config, *x) for x in pairs)
+        rows,
+        len(differ),
+        len(unexplained) + len(differ) - len(judged),
+        None if broken[at] else (float(short[at] / scale), float(bound[at] / scale)),
+        [*map(report, unexplained[:MOST_REPORTS])],
     )
-
-
-def _judge(shape, config, row, chosen, wanted, scores, reach, broken) -> Row:
-    known = range(row[1] // config.select_block + 1)
-    mine, theirs = ({int(x) for x in each if int(x) in known} for each in (chosen, wanted))
-    taken = {block: float(scores[block]) for block in sorted(mine - theirs)}
-    left = {block: float(scores[block]) for block in sorted(theirs - mine)}
-    largest = max([0.0, *taken.values(), *left.values()])
-    bound = resolution(largest, float(reach), shape, config)
-    shortfall, reason = None, broken
-    if not broken:
-        shortfall = max(0.0, max(left.values()) - min(taken.values()))
-        if not shortfall <= bound:
-            reason = f"falls short by {shortfall:.3g}, float32 resolves {bound:.3g}"
-    batch, token, head = row
-    chosen, wanted = (tuple(map(int, each)) for each in (chosen, wanted))
-    return Row(batch, token, head, chosen, wanted, taken, left, shortfall, bound, reason)
