@@ -159,7 +159,9 @@ def problem(runner, row: Row, matrix: Matrix, names: Sequence[str | None]) -> pa
     def calls():
         there = asked(settings, runner)._replace(T=row.N, device=None)
         for streams, name in itertools.product(matrix.streams, names):
-            found = job(runner, there, name, streams)
+            found = Job("selected", name or "auto")
+            if not row.why_not:
+                found = job(runner, there, name, streams)
             yield dataclasses.replace(found, extra=extra | {"streams": streams})
 
     return parts.Problem(
