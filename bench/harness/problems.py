@@ -220,11 +220,7 @@ def overlap(block_indices) -> jax.Array:
     now, before = block_indices[:, 1:], block_indices[:, :-1]
     filled = now >= 0
 
-    # one slot at a time, since [.., n, n] would not fit in memory at 64k tokens
-    def count(slot):
-        same = now[..., slot, None] == before
-        return (same.any(axis=-1) & filled[..., slot]).astype(jnp.float32)
-
-    common = sum(count(slot) for slot in range(now.shape[-1]))
-    total = jnp.maximum(filled.astype(jnp.float32).sum(axis=-1), 1)
+    # XLA fuses the comparison into `any`, so that no array [.., n, n] is stored.
+    same = (now[..., None] == before[..., None, :]).any(axis=-1)
+    common, total = (same & filled).sum(axis=-1), jnp.maximum(filled.sum(axis=-1), 1)
     return jnp.mean(common / total)
