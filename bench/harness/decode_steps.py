@@ -23,7 +23,7 @@ from . import timing
 from .measure import once
 from .problems import Inputs
 from .records import Values
-from .runners import rotated
+from .runners import Step, rotated
 
 ARGUMENTS = ("compressed", "scores", "selected", "sliding", "all")  # branches of a step
 
@@ -68,7 +68,7 @@ class Cached:
         self.api.append(cache.pages, flat(key), flat(value), cache.page_table, lengths)
         return dataclasses.replace(cache, length=lengths, longest=longest)
 
-    def step(self, branch: str) -> Any:
+    def step(self, branch: str) -> Step:
         """Return the step of one branch. The step of `all` appends the tokens and then attends."""
         if branch != "all":
             function = functools.partial(self._branch, branch)
@@ -89,7 +89,7 @@ class Cached:
         # Each call has a new cache object, whose length the call changes. All of them share the
         # buffers.
         fresh = functools.partial(dataclasses.replace, self.cache)
-        return Step(self.runner, lambda: {"out": attend(fresh(), *last)[0]})
+        return stepped(self.runner, lambda: {"out": attend(fresh(), *last)[0]})
 
     def _branch(self, branch: str, given: Values) -> Values:
         """Run one branch on all tokens. The result has the keys `out` and `lse`, or for the scores
@@ -212,7 +212,7 @@ class Paged:
     def _by_row(self, x):
         return x.reshape(-1, self.cached.new, *x.shape[1:])
 
-    def step(self) -> Any:
+    def step(self) -> Step:
         """Return the step, which appends the tokens and then attends."""
         query, gates, *_ = self._arguments()
 
@@ -231,18 +231,13 @@ class Paged:
         # be copied in each step.
         pairs = (Branches(*(x.contiguous() for x in flat(pair))) for pair in self.cached.last)
         new = dict(zip(("key", "value"), pairs, strict=True))
-        return Step(self.runner, lambda: attend(self.cache, **new))
+        return stepped(self.runner, lambda: attend(self.cache, **new))
 
 
-class Step:
-    """A step. Arguments from a `Checker` are ignored. In torch, gradients are off."""
-
-    def __init__(self, runner, call: Callable[[], Values]):
-        self.call = runner.torch.no_grad()(call) if runner.framework == "torch" else call
-        self.time = functools.partial(runner.time, self.call)
-
-    def __call__(self, *ignored) -> Values:
-        return self.call()
+def stepped(runner, call: Callable[[], Values]) -> Step:
+    """Return the step that makes a call. Arguments are ignored. In torch, gradients are off."""
+    call = runner.torch.no_grad()(call) if runner.framework == "torch" else call
+    return Step(lambda *_: call(), (), functools.partial(runner.time, call))
 
 
 def timed(runner, step, how: Values) -> tuple[timing.Timing, str]:
@@ -272,7 +267,7 @@ def donated(runner, function: Callable, cache: Any, last: Sequence[Any]) -> Step
         held.append(after)
         return out
 
-    return Step(runner, run)
+    return stepped(runner, run)
 
 
 def flat(arrays: Iterable[Any]) -> Any:

@@ -2,8 +2,11 @@
 and memory.
 """
 
+import dataclasses
+import functools
 import itertools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,6 +67,21 @@ def asked(settings: Settings, runner) -> Problem:
     )
 
 
+@dataclasses.dataclass
+class Step:
+    """A function with arguments. `step()` calls the function with `sources`, and
+    `step(*arguments)` with other arguments of the same shapes. `time` measures `step()`.
+    """
+
+    function: Callable[..., Values]
+    sources: tuple[Any, ...]
+    time: Callable[..., timing.Timing]
+    extra_peak_bytes: int | None = None
+
+    def __call__(self, *sources) -> Values:
+        return self.function(*sources or self.sources)
+
+
 class JaxRunner:
     """Steps compiled ahead of time, timed by the host clock."""
 
@@ -102,48 +120,38 @@ class JaxRunner:
         """Return a note on the implementation that ran, in addition to its name."""
         return PADDED if branch == "dense" and model.d_v < model.d_k else ""
 
-    def prepare(self, function, arguments: Values, cotangent=None) -> "JaxStep":
-        return JaxStep(function, dict(arguments), cotangent)
+    def prepare(self, function, arguments: Values, cotangent=None) -> Step:
+        """Compile `function(arguments)`. If a cotangent is given, a call also returns the
+        gradients."""
 
-    @staticmethod
-    def time(call, **how: Any) -> timing.Timing:
-        return timing.time_host(call, jax.block_until_ready, **how)
-
-    def numpy(self, x, rows: np.ndarray | None = None) -> np.ndarray:
-        return np.asarray(x if rows is None else x[:, rows])
-
-
-class JaxStep:
-    """Compiled `function(arguments)`. If a cotangent is given, a call also returns the
-    gradients."""
-
-    def __init__(self, function, arguments, cotangent):
         def both(arguments, cotangent):
             diff, fixed = divided(arguments)
             out, pull = jax.vjp(lambda diff: function({**diff, **fixed})["out"], diff)
             return {"out": out, "gradients": pull(cotangent)[0]}
 
-        self.sources = (arguments,) if cotangent is None else (arguments, cotangent)
-        step = jax.jit(function if cotangent is None else both)
-        self.run = step.lower(*self.sources).compile()
-        memory = self.run.memory_analysis()
-        self.extra_peak_bytes = None
+        sources = (dict(arguments),) if cotangent is None else (dict(arguments), cotangent)
+        run = jax.jit(function if cotangent is None else both).lower(*sources).compile()
+        memory, peak = run.memory_analysis(), None
         if memory is not None:
-            peak = memory.temp_size_in_bytes + memory.output_size_in_bytes
-            self.extra_peak_bytes = int(peak)
+            peak = int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
             host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            if jax.default_backend() == "cpu" and peak > host:
+            if self.platform == "cpu" and peak > host:
                 raise MemoryError(
                     f"the call needs {peak / 2**30:.1f} GiB in addition to its inputs, but the "
                     f"host has {host / 2**30:.1f} GiB"
                 )
 
-    def __call__(self, *sources) -> Values:
-        return self.run(*sources or self.sources)
+        def timed(**how: Any) -> timing.Timing:
+            copies = itertools.cycle(rotated(sources))
+            return self.time(lambda: run(*next(copies)), **how)
 
-    def time(self, **how: Any) -> timing.Timing:
-        copies = itertools.cycle(rotated(self.sources))
-        return JaxRunner.time(lambda: self.run(*next(copies)), **how)
+        return Step(run, sources, timed, peak)
+
+    def time(self, call, **how: Any) -> timing.Timing:
+        return timing.time_host(call, jax.block_until_ready, **how)
+
+    def numpy(self, x, rows: np.ndarray | None = None) -> np.ndarray:
+        return np.asarray(x if rows is None else x[:, rows])
 
 
 def divided(arguments: Values) -> tuple[Values, Values]:
@@ -232,8 +240,36 @@ class TorchRunner:
             return f"FA-2 of {fa2.library()}"
         return ""
 
-    def prepare(self, function, arguments: Values, cotangent=None) -> "TorchStep":
-        return TorchStep(self, function, dict(arguments), cotangent)
+    def prepare(self, function, arguments: Values, cotangent=None) -> Step:
+        """Return the eager call of `function(arguments)`. If a cotangent is given, a call also
+        returns the gradients."""
+        torch, cuda = self.torch, self.torch.cuda
+
+        def call(arguments, *cotangent) -> Values:
+            if not cotangent:
+                with torch.no_grad():
+                    return function(arguments)
+            diff, fixed = divided(arguments)
+            diff = jax.tree.map(lambda x: x.detach().requires_grad_(), diff)
+            leaves, tree = jax.tree.flatten(diff)
+            out = function({**diff, **fixed})["out"]
+            grads = torch.autograd.grad(
+                out, leaves, cotangent, allow_unused=True, materialize_grads=True
+            )
+            return {"out": out, "gradients": jax.tree.unflatten(tree, grads)}
+
+        sources = (dict(arguments),) if cotangent is None else (dict(arguments), cotangent)
+        once, extra = functools.partial(call, *sources), None
+        if self.platform == "cuda":
+            once()  # caches and compiled kernels are not the call's own memory
+            cuda.synchronize()
+            cuda.reset_peak_memory_stats()
+            before = cuda.memory_allocated()
+            once()
+            extra = cuda.max_memory_allocated() - before
+            # JAX, and processes that wait for their turn, need this memory more
+            cuda.empty_cache()
+        return Step(call, sources, functools.partial(self.time, once), extra)
 
     def time(self, call, **how: Any) -> timing.Timing:
         if self.platform == "cuda":
@@ -246,44 +282,6 @@ class TorchRunner:
         if x.dtype == self.torch.bfloat16:
             return x.view(self.torch.int16).numpy().view(ml_dtypes.bfloat16)
         return x.numpy()
-
-
-class TorchStep:
-    """An eager call of `function(arguments)`. If a cotangent is given, a call also returns the
-    gradients."""
-
-    def __init__(self, runner: TorchRunner, function, arguments, cotangent):
-        self.runner, self.function = runner, function
-        self.sources = (arguments,) if cotangent is None else (arguments, cotangent)
-        self.extra_peak_bytes = None
-        if runner.platform == "cuda":
-            cuda = runner.torch.cuda
-            self()  # caches and compiled kernels are not the call's own memory
-            cuda.synchronize()
-            cuda.reset_peak_memory_stats()
-            before = cuda.memory_allocated()
-            self()
-            self.extra_peak_bytes = cuda.max_memory_allocated() - before
-            # JAX, and processes that wait for their turn, need this memory more
-            cuda.empty_cache()
-
-    def __call__(self, *sources) -> Values:
-        arguments, *cotangent = sources or self.sources
-        torch = self.runner.torch
-        if not cotangent:
-            with torch.no_grad():
-                return self.function(arguments)
-        diff, fixed = divided(arguments)
-        diff = jax.tree.map(lambda x: x.detach().requires_grad_(), diff)
-        leaves, tree = jax.tree.flatten(diff)
-        out = self.function({**diff, **fixed})["out"]
-        grads = torch.autograd.grad(
-            out, leaves, cotangent, allow_unused=True, materialize_grads=True
-        )
-        return {"out": out, "gradients": jax.tree.unflatten(tree, grads)}
-
-    def time(self, **how: Any) -> timing.Timing:
-        return self.runner.time(self, **how)
 
 
 RUNNERS: dict[str, Any] = {"jax": JaxRunner, "torch": TorchRunner}
