@@ -71,14 +71,8 @@ def judged_row(
     """
     if refused:
         return Judged(name, library, {"status": "unsupported", "reason": refused})
-    time = None
-
-    def first():
-        nonlocal time
-        found, time = take()
-        return found
-
-    found = guarded(name, first, library=library)
+    found = guarded(name, lambda: {"taken": take()}, library=library)
+    found, time = found.get("taken", (found, None))
     return Judged(name, library, found, None if "status" in found else time)
 
 
@@ -94,11 +88,30 @@ def judge(
     """Compile `job` and compare its results with the oracle. The function `load` is `runner.load`
     or `once(runner.load)`.
     """
-    name = f"{runner.framework} {job.branch} {job.label}"
+    name, config = f"{runner.framework} {job.branch} {job.label}", settings.nsa
+
+    def function(arguments):
+        if job.function is not None:
+            return job.function(arguments)
+        if job.branch == "dense":
+            return runner.dense(job.implementation, **arguments)
+        return forward(runner.api, job.branch, config, job.implementation, arguments)
 
     def take():
-        found, step = _judge(job, runner, settings, inputs, checker, mode, load or runner.load)
-        return found, functools.partial(_time, step, job, runner, settings, inputs, mode)
+        arguments = (load or runner.load)(inputs.arguments(job.branch))
+        cotangent = (load or runner.load)(inputs.cotangent) if mode == "fwdbwd" else None
+        step, found = runner.prepare(function, arguments, cotangent), None
+        if job.judged and job.branch == "all":
+            own = selection(runner, config, job, arguments)
+            given = arguments | {"block_indices": own[1]}
+            frozen = runner.prepare(function, given, cotangent)
+            found = checker.check_whole(runner, step, frozen, arguments, own)
+        elif job.judged:
+            found = checker.check(runner, step, job.branch, arguments)
+        if job.timed is not None:
+            step = runner.prepare(job.timed, arguments, cotangent)
+        fields = judged(found, len(checker.rows)) if found else {"extra": {"judged": False}}
+        return fields, functools.partial(_time, step, job, runner, settings, inputs, mode)
 
     library = job.library or job.branch == "dense"
     return judged_row(name, take, library=library, refused=job.unsupported)
@@ -114,34 +127,6 @@ def once(load: Callable) -> Callable:
         return known[id(array)][1]
 
     return lambda arrays: jax.tree.map(one, arrays)
-
-
-def _judge(job, runner, settings, inputs, checker, mode, load) -> tuple[Values, Any]:
-    """Return the fields of parity, and the step that is timed."""
-    config = settings.nsa
-
-    def function(arguments):
-        if job.function is not None:
-            return job.function(arguments)
-        if job.branch == "dense":
-            return runner.dense(job.implementation, **arguments)
-        return forward(runner.api, job.branch, config, job.implementation, arguments)
-
-    arguments = load(inputs.arguments(job.branch))
-    cotangent = load(inputs.cotangent) if mode == "fwdbwd" else None
-    step = runner.prepare(function, arguments, cotangent)
-    if not job.judged:
-        return {"extra": {"judged": False}}, step
-    if job.branch == "all":
-        own = selection(runner, config, job, arguments)
-        given = arguments | {"block_indices": own[1]}
-        frozen = runner.prepare(function, given, cotangent)
-        parity = checker.check_whole(runner, step, frozen, arguments, own)
-    else:
-        parity = checker.check(runner, step, job.branch, arguments)
-    if job.timed is not None:
-        step = runner.prepare(job.timed, arguments, cotangent)
-    return judged(parity, len(checker.rows)), step
 
 
 def _time(step, job, runner, settings, inputs, mode, **how) -> Values:
