@@ -9,7 +9,7 @@ In a full layer, the selected branch attends to all keys:
 
 - `full_share`: all layers are full in the first steps of the training.
 - `alignment`: all layers are full in a random half of the steps. Each layer computes both outputs,
-  and a loss draws each output towards the other (SSA, arXiv 2511.20102):
+  and a loss draws each output towards the other (SSA, arXiv 2511.20102), averaged over layers:
 
       smooth_l1(full, stop_gradient(sparse)) + smooth_l1(sparse, stop_gradient(full))
 

@@ -179,7 +179,7 @@ class Block(nn.Module):
                 return attention(x)[0]
             out, loss = full.attend(attention, x, is_full, aligned, block_indices)
             if loss is not None:
-                self.losses.append(spec.alignment * loss)
+                self.losses.append(spec.alignment / spec.layers * loss)
             return attention.out(out.flatten(2))
         for name in WHOLE_ROWS:
             if getattr(spec, name):
