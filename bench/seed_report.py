@@ -10,14 +10,14 @@ measured on this machine is NOT RUN, never PASS.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from absl import app
 
 from nsa_core import policy
 
-from . import tune_thresholds
+from . import tables, tune_thresholds
 from .harness import cli, records
 from .harness.records import Record, Values
 from .reports import render
@@ -25,30 +25,9 @@ from .tuners import threshold_evidence
 
 NAME = "seed_report.md"
 MARGIN = 1.2
-# The tests of the template. Each has the step that runs it, and a function that selects the
-# records of the test. The function None means that only the status of the step counts.
-TESTS: dict[str, tuple[str, Callable[[Record], bool] | None]] = {
-    "Triton FWD parity": ("triton", lambda r: r.implementation == "triton"),
-    "Triton BWD parity": (
-        "triton",
-        lambda r: r.implementation == "triton" and r.mode == "fwdbwd",
-    ),
-    "FA-2 varlen": (
-        "fa2",
-        lambda r: r.implementation == "fa2" and r.extra.get("path") == "varlen",
-    ),
-    "Gradients": ("lengths", lambda r: r.branch == "all" and r.mode == "fwdbwd"),
-    "Training step": ("train", None),
-    "Test suite": ("tests", None),
-}
-
-
-BENCHES = {
-    "decode": "Decode bench",
-    "selection": "Selection bench",
-    "selection_s2": "Selection bench, the guide's matrix",
-    "fa2": "FA-2 bench",
-}
+# The tests of the template, each with the step that runs it, and the values of fields of the
+# records of the test, without which only the status of the step counts. The benches by step.
+TESTS, BENCHES = tables.KINDS["seed_report"].values()
 
 
 def rows_of(folder: Path, step: str) -> list[Record]:
@@ -80,18 +59,14 @@ def verdict(
 def tests(folder: Path, steps: dict[str, Values]) -> Iterator[tuple]:
     """Yield each test of the section Tests: its name, verdict, reason and seconds."""
     for name, (step, wanted) in TESTS.items():
-        ran = steps.get(step)
-        rows = [] if wanted is None else [r for r in rows_of(folder, step) if wanted(r)]
-        yield name, *verdict(ran, rows, wanted is not None), ran and ran["seconds"]
-
-
-def fa2_lengths(rows: Sequence[Record], branch: str) -> list[tuple[int, list]]:
-    """Return the rows of FA-2 by length, each with its speed-up over masked SDPA."""
-    found: dict[int, list] = {}
-    for row, gain in zip(rows, render.speed_ups(rows, "masked"), strict=True):
-        if (row.branch, row.implementation) == (branch, "fa2"):
-            found.setdefault(row.T, []).append((row, gain))
-    return sorted(found.items())
+        ran, rows = steps.get(step), []
+        if wanted:
+            rows = [
+                r
+                for r in rows_of(folder, step)
+                if wanted.items() <= (vars(r) | r.extra).items()
+            ]
+        yield name, *verdict(ran, rows, bool(wanted)), ran and ran["seconds"]
 
 
 def thresholds(folder: Path, device: str) -> Values:
@@ -126,7 +101,7 @@ def report(folder: Path) -> str:
         "seed_report.md.jinja",
         run=run,
         versions=dict.fromkeys(("torch", "triton", "cuda", "driver")) | run["versions"],
-        fa2={branch: fa2_lengths(fa2, branch) for branch in ("sliding", "compressed")},
+        fa2=[*zip(fa2, render.speed_ups(fa2, "masked"), strict=True)],
         thresholds=thresholds(folder, run["device"]),
         tests=tests(folder, {step["name"]: step for step in run["steps"]}),
         benches={name: last_lines(folder, step) for step, name in BENCHES.items()},

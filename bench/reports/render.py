@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -61,27 +62,22 @@ def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | N
     or if the row or the baseline has no time.
     """
 
-    def key(record):
-        branch = () if over == "dense" else (record.branch,)
-        return *problem_of(record), *branch
+    def key(record: Record) -> tuple:
+        return *problem_of(record), over == "dense" or record.branch
 
     names = {"portable": PORTABLE, "masked": ("masked",)}
-
-    def is_base(record):
-        if over == "dense" or record.branch == "dense":
-            return over == record.branch
-        return record.implementation in names[over]
-
-    base: dict[tuple[str, ...], float] = {}
-    for record in records:
-        if is_base(record) and record.times_ms:
-            base[key(record)] = min(record.times_ms[0], base.get(key(record), math.inf))
-    found: list[float | None] = []
-    for record in records:
-        times = record.times_ms if record.extra.get("judged", True) else None
-        ms = base.get(key(record))
-        found.append(ms / times[0] if ms is not None and times is not None else None)
-    return found
+    base: dict[tuple, float] = {}
+    for r in records:
+        dense = r.branch == "dense"
+        is_base = dense if over == "dense" else not dense and r.implementation in names[over]
+        if is_base and r.times_ms:
+            base[key(r)] = min(r.times_ms[0], base.get(key(r), math.inf))
+    return [
+        base[key(r)] / r.times_ms[0]
+        if r.times_ms and r.extra.get("judged", True) and key(r) in base
+        else None
+        for r in records
+    ]
 
 
 def judged(records: Iterable[Record], *names: str) -> dict[tuple[str, ...], list[Record]]:
@@ -89,30 +85,13 @@ def judged(records: Iterable[Record], *names: str) -> dict[tuple[str, ...], list
     branch, implementation and pass. In the keys, the fields `names` precede the path.
     """
     groups: dict[tuple[str, ...], list[Record]] = {}
+    path = operator.attrgetter(*names, "framework", "branch", "implementation", "mode")
     for r in records:
         if r.branch == "dense" or not r.extra.get("judged", True):
             continue
         if r.status not in ("unsupported", "oom"):
-            key = (
-                *(getattr(r, x) for x in names),
-                r.framework,
-                r.branch,
-                r.implementation,
-                r.mode,
-            )
-            groups.setdefault(key, []).append(r)
+            groups.setdefault(path(r), []).append(r)
     return dict(sorted(groups.items()))
-
-
-def rows(records: Sequence[Record]) -> list[dict[str, str]]:
-    """Return the cells of the table of `records`, by column. Notes are not shortened."""
-    lines = []
-    for record, speed_up in zip(records, speed_ups(records), strict=True):
-        extra = record.extra_peak_bytes
-        about = {"status": "ok", "fate": record.status, "speed_up": speed_up}
-        about |= {"extra_mib": "n/a" if extra is None else f"{extra / 2**20:.1f}"}
-        lines.append(dataclasses.asdict(record) | about | {"note": note(record)})
-    return tables.rows("compared", lines)
 
 
 def note(record: Record) -> str:
@@ -143,14 +122,18 @@ def heading(records: Sequence[Record]) -> str:
 def markdown(records: Sequence[Record]) -> str:
     """Return one table of `records`, padded for reading as plain text, with the notes below
     it."""
-    table = rows(records)
-    notes = list(dict.fromkeys(row["note"] for row in table if row["note"]))
-    for row in table:
-        row["note"] = f"[{notes.index(row['note']) + 1}]" if row["note"] else ""
-    widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in COLUMNS}
+    notes, lines = list(dict.fromkeys(filter(None, map(note, records)))), []
+    for record, speed_up in zip(records, speed_ups(records), strict=True):
+        said, extra = note(record), record.extra_peak_bytes
+        about = {"status": "ok", "fate": record.status, "speed_up": speed_up}
+        about |= {"extra_mib": "n/a" if extra is None else f"{extra / 2**20:.1f}"}
+        about["note"] = f"[{notes.index(said) + 1}]" if said else ""
+        lines.append(dataclasses.asdict(record) | about)
+    rows = tables.rows("compared", lines)
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in COLUMNS}
     titles = dict(zip(COLUMNS, COLUMNS, strict=True))
     about = {"widths": widths, "numeric": NUMERIC, "head": heading(records)}
-    text = filled("compared.md.jinja", rows=[titles, *table], notes=notes, **about)
+    text = filled("compared.md.jinja", rows=[titles, *rows], notes=notes, **about)
     return text.rstrip() + "\n"
 
 
@@ -174,13 +157,12 @@ def plot(records: Sequence[Record], path: Path) -> None:
     figure = Figure(figsize=(9, 1.5 + 0.28 * max(len(timed), 1)))
     axes = figure.subplots()
     colors = {"jax": "tab:blue", "torch": "tab:orange"}
-    labels = [f"{r.branch}  {r.framework} {r.implementation}" for r in timed]
     for place, record in enumerate(timed):
         time, p20, p80 = record.times_ms or (0.0, 0.0, 0.0)
-        axes.barh(
-            place, time, color=colors[record.framework], xerr=[[time - p20], [p80 - time]]
-        )
+        bar = [[time - p20], [p80 - time]]
+        axes.barh(place, time, color=colors[record.framework], xerr=bar)
         axes.text(p80 * 1.05, place, f"{time:.3g}", va="center", size=8)
+    labels = [f"{r.branch}  {r.framework} {r.implementation}" for r in timed]
     axes.set_yticks(range(len(timed)), labels)
     axes.invert_yaxis()
     if timed:
