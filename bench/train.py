@@ -203,12 +203,13 @@ def _frameworks() -> tuple[str, ...]:
 
 def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
     """Return a task for NSA and for dense attention. `known` overrides values of `Training`."""
-    values: dict[str, Any] = dict(zip(DEFAULTED, DEFAULTS[FLAGS.model], strict=True))
+    given = zip(DEFAULTED, DEFAULTS[FLAGS.model], strict=True)
+    values: dict[str, Any] = dict(given, **settings.train)
     for name in (*DEFAULTED, "warmup", "clip", "seed"):
         if FLAGS[name].value is not None:
             values[name] = FLAGS[name].value
     values.setdefault("warmup", max(1, values["steps"] // 10))
-    training = spec.Training(**settings.training() | values | known)
+    training = spec.Training(**values | known)
     on_gpu = any(map(variants.gpu, _frameworks()))
     dtype = DTYPES[FLAGS.dtype or ("bf16" if on_gpu else "f32")]
     kinds: tuple[spec.Attention, ...] = ("nsa", "dense")

@@ -105,7 +105,7 @@ def test_the_seed_systems_names():
     seed = TABLE["seed"]
     found, values, told = config_file.read(None, seed["changes"])
     assert values == seed["values"]
-    assert (found.nsa.select_block, found.nsa.window) == (128, 9)
+    assert (found.nsa["select_block"], found.nsa["window"]) == (128, 9)
     assert [line.split()[1].split("=")[0] for line in told] == seed["ignored"]
 
 

@@ -6,7 +6,6 @@ A value comes from the first of these sources that has the value: the flag on th
 (`SEED_KEYS`). An unknown key or a value of another type is an error.
 """
 
-import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -151,7 +150,7 @@ def _built(values: Mapping[str, Any], where: str) -> TrainConfig:
     tree: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
-        if key not in FLAGS:
+        if key not in FLAGS and value is not None:
             tree.setdefault(section, {})[name] = value
     try:
         return config_files.build(TrainConfig, tree, "")
@@ -160,9 +159,9 @@ def _built(values: Mapping[str, Any], where: str) -> TrainConfig:
 
 
 OWN = [
-    f"{x.name}.{y.name}"
-    for x in dataclasses.fields(TrainConfig)
-    for y in dataclasses.fields(getattr(TrainConfig, x.name))
+    f"{section}.{key}"
+    for section, kind in TrainConfig.__annotations__.items()
+    for key in kind.__annotations__
 ]
 KEYS = sorted({*FLAGS, *OWN})
 SECTIONS = sorted({key.partition(".")[0] for key in KEYS})

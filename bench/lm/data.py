@@ -76,7 +76,7 @@ class Batches:
             documents = Documents(TEXT, *given)
         else:
             size, name = len(documents.tokens), f"tokens of dataset {documents.name}"
-        held_out = None if documents is None else documents.held_out
+        held_out = documents.held_out
         if held_out is None:
             held_out = int(size * HELD_OUT_SHARE)
             least = int((length + 1) / HELD_OUT_SHARE)
@@ -271,9 +271,7 @@ def load(
         return Batches(batch, length, seed, size, pack=pack or "none")
     if dataset == TEXT:
         found = text.corpus(size)
-        parts = (
-            found.tokens[a:b] for a, b in zip(found.starts, found.starts[1:], strict=False)
-        )
+        parts = np.split(found.tokens, found.starts[1:-1])
         texts = (part.tobytes().decode(errors="replace") for part in parts)
         documents = tokens.kept(TEXT, texts, by, found.sha256, cache)
         return Batches(batch, length, seed, documents=documents, pack=pack or "none")
