@@ -269,6 +269,8 @@ def cached_attention(
     if not by_torch and config == cache.config:
         rows = query, gates, pages, whole.page_table, lengths, scale
         decided = paged_attend.decide_step(*rows, implementation)
+    if implementation == INVARIANT:
+        paged_attend.check_invariant(pages, compress_params)
     if decided is None and implementation == INVARIANT:
         raise NotImplementedError(
             f"{INVARIANT}: attention to a cache needs the config of the cache, and supports "

@@ -116,6 +116,8 @@ def paged_attention(
         raise ValueError("key and value must both be given or both be None")
     if runs is not None and cu_seqlens_q is None:
         raise ValueError("cu_seqlens_q must be given if runs are given, got None")
+    if implementation == dispatch.INVARIANT:
+        check_invariant(cache, params)
     step = None
     if cu_seqlens_q is None and isinstance(gates, Tensor) and (key is None or params is None):
         rest = key, value, scale, made_with, slots, implementation
@@ -147,6 +149,22 @@ def paged_attention(
         write_tokens(cache, new, inputs.page_table, lengths, cu_seqlens_q, slots)
         cache.contents = new.contents
     return attend()
+
+
+def check_invariant(cache: PagedCache, params: Any) -> None:
+    """Raise an error if the implementation `invariant` does not support the cache. Tokens that
+    were appended one by one may have means with other bits than in training. The means are
+    therefore computed again, from keys and values of the selected branch.
+
+    Args:
+      params: The compressors of new tokens.
+    """
+    kind = dict(cache.contents.said).get("phi_k", "avg")
+    if cache.separate or params not in (None, (None, None)) or kind != "avg":
+        raise NotImplementedError(
+            f"{dispatch.INVARIANT}: attention to a cache needs keys and values that all branches "
+            "share, and compressed tokens that are means"
+        )
 
 
 def finish(
@@ -487,7 +505,8 @@ def gathering(
         multiple = mosaic_forward.order_tokens(*sizes)
         # Rows begin and end at a multiple. Queries after a row's tokens need room in the table.
         length = cdiv(length + multiple - 1, multiple) * multiple
-        table = F.pad(table, (0, cdiv(length, config.select_block)))
+        block = config.select_block
+        table = F.pad(table, (0, cdiv(length, block)))
         whole, full = None, False
     tokens = None
     if not full:
@@ -513,6 +532,13 @@ def gathering(
     chosen = dispatch.choose(dispatch.problem_key(*problem, gates, cached=True), implementation)
 
     def attend() -> Tensor:
+        if multiple is not None:  # the compressed tokens are computed as in training
+            entries, whole_rows = paged_layout.raw_entries(config), table.shape[1] * block
+            pair = _copy("selected", cache, table, lengths, entries, whole_rows)
+            tensors = queries, *map(Branches.each, pair), gates, None, None
+            options = {"config": config, "kv_len": ends, "scale": inputs.scale}
+            out = chosen.load("attention")(*tensors, assume_finite=True, **options)
+            return of_tokens(out)
         margin = KEY_TILE if full and chosen.attention in READING_TILES else None
         at = cache, table, lengths, length, whole, margin
         in_pages = full and whole is None and _reads_pages(chosen, inputs)
@@ -529,10 +555,13 @@ def gathering(
             out = chosen.load("attention")(*tensors, assume_finite=True, pages=pages, **options)
             return out.flatten(0, 1)
         key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
-        rest = {"config": config, "kv_len": ends, "cu_seqlens": None, "scale": inputs.scale}
+        rest = {"config": config, "kv_len": lengths, "cu_seqlens": None, "scale": inputs.scale}
         out = functional.attend(
             queries, key, value, gates, compressed, None, chosen, rest, True
         )
+        return of_tokens(out)
+
+    def of_tokens(out: Tensor) -> Tensor:
         out = out.flatten(0, 1)
         if tokens is None:
             return out

@@ -133,7 +133,7 @@ def test_requests_do_not_depend_on_the_schedule(device):
     give them the bits of one forward pass over prompt and answer.
     """
     gpu, kept = device == "cuda", []
-    lm = on(device)
+    lm = on(device, kv="shared")
     if gpu:
         lm = lm.bfloat16()
         lm.set_nsa_implementation("invariant")
