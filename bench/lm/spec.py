@@ -95,7 +95,7 @@ class ModelSpec:
         """Return all values by name, for the metadata of a checkpoint. Values named in `UNSTATED`
         are omitted if the value is the default.
         """
-        own = dataclasses.asdict(self) | {"teacher": Path(self.teacher).stem}
+        own = dataclasses.asdict(self) | {"teacher": Path(self.teacher).stem.split("-")[0]}
         for name in UNSTATED:
             if own[name] == getattr(ModelSpec, name):
                 del own[name]
