@@ -161,8 +161,7 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         return {}
 
     def branch_step(branch: str):
-        own = checker if branch == "scores" else frozen
-        return cached.step(branch), own, cached.given[branch]
+        return cached.step(branch), checker if branch == "scores" else frozen
 
     def paged_step():
         nonlocal paged_kernel
@@ -173,12 +172,11 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
             changes: Values = {} if blocks is None else {"block_indices": blocks}
             changes |= paged.stored() if fp8 else {}
             own = checker_of(dataclasses.replace(frozen.inputs, **changes), pools=not fp8)
-        return paged.step(), own, {}
+        return paged.step(), own
 
     def dense_step(name: str):
         arguments = runner.load(inputs.arguments("dense"))
-        step = runner.prepare(lambda given: runner.dense(name, **given), arguments)
-        return step, checker, arguments
+        return runner.prepare(lambda given: runner.dense(name, **given), arguments), checker
 
     def time(branch: str, step, **how: Any) -> Values:
         found, graph = decode_steps.timed(runner, step, how)
@@ -192,13 +190,13 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
 
     def judge(key: str, branch: str, own: Values, prepare: Callable, *given: str):
         """Judge the row `key`. If the row does not exist, `own` is the reason. The function
-        `prepare` returns the step, the checker and the arguments.
+        `prepare` returns the step and the checker.
         """
         name, library = f"decode {key}", branch == "dense"
 
         def take():
-            step, checker, arguments = prepare(*given)
-            parity = checker.check(runner, step, branch, arguments)
+            step, checker = prepare(*given)
+            parity = checker.check(runner, step, branch)
             return judged(parity, len(checker.rows)), functools.partial(time, branch, step)
 
         row = Judged(name, library, own) if own else judged_row(name, take, library=library)

@@ -88,8 +88,8 @@ def judge(runner, settings, inputs, position: int, job: Job) -> tuple[Values, An
     blocks = jnp.asarray(chosen)
     row = dataclasses.replace(inputs, query=query, gates=gates, block_indices=blocks)
     checker = Checker(settings, row, backward=False)
-    of_row = lambda *_: {"out": frozen()["out"][:, -1:]}
-    found = judged(checker.check(runner, of_row, "all", {}), rows=1)
+    of_row = lambda: {"out": frozen()["out"][:, -1:]}
+    found = judged(checker.check(runner, of_row, "all"), rows=1)
 
     def time(**how: Any) -> Values:
         shape = shape_of(settings, inputs)

@@ -235,9 +235,9 @@ class Paged:
 
 
 def stepped(runner, call: Callable[[], Values]) -> Step:
-    """Return the step that makes a call. Arguments are ignored. In torch, gradients are off."""
+    """Return the step that makes a call. In torch, gradients are off."""
     call = runner.torch.no_grad()(call) if runner.framework == "torch" else call
-    return Step(lambda *_: call(), (), functools.partial(runner.time, call))
+    return Step(call, (), functools.partial(runner.time, call))
 
 
 def timed(runner, step, how: Values) -> tuple[timing.Timing, str]:

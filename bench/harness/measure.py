@@ -105,9 +105,9 @@ def judge(
             own = selection(runner, config, job, arguments)
             given = arguments | {"block_indices": own[1]}
             frozen = runner.prepare(function, given, cotangent)
-            found = checker.check_whole(runner, step, frozen, arguments, own)
+            found = checker.check_whole(runner, step, frozen, own)
         elif job.judged:
-            found = checker.check(runner, step, job.branch, arguments)
+            found = checker.check(runner, step, job.branch)
         if job.timed is not None:
             step = runner.prepare(job.timed, arguments, cotangent)
         fields = judged(found, len(checker.rows)) if found else {"extra": {"judged": False}}

@@ -67,14 +67,12 @@ class Checker:
         other.backward = False
         return other
 
-    def check(self, runner, step: Callable, branch: str, arguments) -> Parity:
+    def check(self, runner, step: Callable, branch: str) -> Parity:
         """Run the function `step` of one branch and compare all its results with the oracle. For
         attention of all branches (`all`), the step must use the selection of the inputs.
-
-        `arguments` are the arguments of `step`, as arrays of the runner's framework.
         """
         heartbeat.say(f"{runner.framework} {branch}: compares with the oracle")
-        result = step(*self.sources(runner, arguments))
+        result = self.run(runner, step)
         if branch == "scores":
             indices = runner.numpy(result["indices"], self.rows)
             scores = self._scores(self.inputs.compressed_key)
@@ -87,7 +85,7 @@ class Checker:
         exact, low = self._expected(branch, known)
         return parity.merge(self._compare(runner, result, exact, low, branch))
 
-    def check_whole(self, runner, step: Callable, frozen: Callable, arguments, own) -> Parity:
+    def check_whole(self, runner, step: Callable, frozen: Callable, own) -> Parity:
         """Run attention of all branches and compare its results with the oracle. With the path's
         own selection as an argument (`frozen`), every row must agree. If the path selects blocks
         itself (`step`), every row with only one admissible selection must agree. The selection is
@@ -97,7 +95,6 @@ class Checker:
           runner: The runner of the framework.
           step: Attention of all branches that selects its blocks itself.
           frozen: Attention of all branches with block indices as an argument.
-          arguments: The arguments of `step`.
           own: The path's compressed keys and block indices.
         """
         heartbeat.say(f"{runner.framework} all: compares with the oracle")
@@ -106,12 +103,11 @@ class Checker:
         chosen = indices[:, self.rows]
         known = self.inputs.arguments("all") | {"block_indices": jnp.asarray(indices)}
         exact, low = self._expected("all", known, _digest(chosen))
-        result = frozen(*self.sources(runner, arguments | {"block_indices": block_indices}))
-        parts = self._compare(runner, result, exact, low, "all")
+        parts = self._compare(runner, self.run(runner, frozen), exact, low, "all")
         scores = self._scores(jnp.asarray(runner.numpy(compressed_key)))
         parts += [parity.check_indices(chosen, scores, self.positions, self.config)]
         decided = parity.decided(scores, self.positions, self.config)
-        free = runner.numpy(step(*self.sources(runner, arguments))["out"], self.rows)
+        free = runner.numpy(self.run(runner, step)["out"], self.rows)
         grouped = (*decided.shape, -1, free.shape[-1])
         arrays = (x.reshape(grouped)[decided] for x in (free, exact["out"], low["out"]))
         name = "out of its own selection"
@@ -120,9 +116,11 @@ class Checker:
         parts += [parity.check_parity(name, *arrays, **how)]
         return parity.merge(parts)
 
-    def sources(self, runner, arguments) -> tuple:
-        """Return the inputs of a step: the arguments, and in backward mode the cotangent."""
-        return (arguments, runner.load(self.cotangent)) if self.backward else (arguments,)
+    def run(self, runner, step) -> Mapping[str, Any]:
+        """Run a step on its own arguments. In backward mode, the cotangent is zero in the rows that
+        are not checked.
+        """
+        return step(step.sources[0], runner.load(self.cotangent)) if self.backward else step()
 
     def _scores(self, compressed_key) -> np.ndarray:
         arguments = {"query": self.inputs.query, "compressed_key": compressed_key}
