@@ -255,8 +255,7 @@ def judged_rows(
     for mode, plan in plans.items():
         own = checker if mode == "fwdbwd" else checker.without_gradients()
         for runner, job in plan:
-            row = judge(job, runner, settings, inputs, own, mode, loads[id(runner)])
-            yield mode, runner, job, row
+            yield mode, runner, job, judge(job, runner, own, loads[id(runner)])
 
 
 def save(done: Sequence[Record]) -> None:

@@ -104,17 +104,15 @@ def test_torchs_flash_is_said_to_be_a_copy(monkeypatch):
 
 @functools.cache
 def judge_of(settings):
-    """Inputs, and what judges results of them."""
-    inputs = problems.make(settings, "random")
-    return inputs, Checker(settings, inputs, backward=True)
+    """What judges results of these settings."""
+    return Checker(settings, problems.make(settings, "random"), backward=True)
 
 
 def row(job, settings=SETTINGS, mode="forward"):
     """What a row of the job has in a record."""
-    inputs, checker = judge_of(settings)
+    checker = judge_of(settings)
     checker = checker if mode == "fwdbwd" else checker.without_gradients()
-    runner = TorchRunner("cpu")
-    return measure.judge(job, runner, settings, inputs, checker, mode).timed(seconds=0.0)
+    return measure.judge(job, TorchRunner("cpu"), checker).timed(seconds=0.0)
 
 
 def stand_in(monkeypatch, shift=0):

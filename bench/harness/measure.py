@@ -76,19 +76,12 @@ def judged_row(
     return Judged(name, library, found, None if "status" in found else time)
 
 
-def judge(
-    job: Job,
-    runner,
-    settings,
-    inputs,
-    checker: Checker,
-    mode: str = "forward",
-    load: Callable | None = None,
-) -> Judged:
+def judge(job: Job, runner, checker: Checker, load: Callable | None = None) -> Judged:
     """Compile `job` and compare its results with the oracle. The function `load` is `runner.load`
     or `once(runner.load)`.
     """
-    name, config = f"{runner.framework} {job.branch} {job.label}", settings.nsa
+    name, config = f"{runner.framework} {job.branch} {job.label}", checker.config
+    load, inputs = load or runner.load, checker.inputs
 
     def function(arguments):
         if job.function is not None:
@@ -98,8 +91,8 @@ def judge(
         return forward(runner.api, job.branch, config, job.implementation, arguments)
 
     def take():
-        arguments = (load or runner.load)(inputs.arguments(job.branch))
-        cotangent = (load or runner.load)(inputs.cotangent) if mode == "fwdbwd" else None
+        arguments = load(inputs.arguments(job.branch))
+        cotangent = load(inputs.cotangent) if checker.backward else None
         step, found = runner.prepare(function, arguments, cotangent), None
         if job.judged and job.branch == "all":
             own = selection(runner, config, job, arguments)
@@ -111,7 +104,7 @@ def judge(
         if job.timed is not None:
             step = runner.prepare(job.timed, arguments, cotangent)
         fields = judged(found, len(checker.rows)) if found else {"extra": {"judged": False}}
-        return fields, functools.partial(_time, step, job, runner, settings, inputs, mode)
+        return fields, functools.partial(_time, step, job, runner, checker)
 
     library = job.library or job.branch == "dense"
     return judged_row(name, take, library=library, refused=job.unsupported)
@@ -129,12 +122,13 @@ def once(load: Callable) -> Callable:
     return lambda arrays: jax.tree.map(one, arrays)
 
 
-def _time(step, job, runner, settings, inputs, mode, **how) -> Values:
+def _time(step, job, runner, checker: Checker, **how) -> Values:
+    settings, inputs = checker.settings, checker.inputs
     timing, shape = step.time(**how), shape_of(settings, inputs)
     if job.work:
         work = job.work(shape, inputs)
     else:
-        work = cost.cost(job.branch, shape, settings.nsa, backward=mode == "fwdbwd")
+        work = cost.cost(job.branch, shape, settings.nsa, backward=checker.backward)
     found = timed(timing, work, runner.device, shape.itemsize)
     if "jax" not in job.label.split("/"):  # torch does not count the memory of JAX
         found["extra_peak_bytes"] = step.extra_peak_bytes

@@ -73,10 +73,10 @@ class Problem:
         judged, jobs = list[Judged](), [*self.jobs()]
 
         def take():
-            inputs = self.inputs()
-            self.about |= command.about(*self.of, inputs)
-            checker = Checker(self.of[1], inputs, backward=False)
-            judged.extend(judge(job, *self.of, inputs, checker) for job in jobs)
+            (runner, settings), inputs = self.of, self.inputs()
+            self.about |= command.about(runner, settings, inputs)
+            checker = Checker(settings, inputs, backward=False)
+            judged.extend(judge(job, runner, checker) for job in jobs)
             return {}
 
         failed = {"status": "unsupported", "reason": self.refusal}

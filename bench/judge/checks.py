@@ -43,7 +43,7 @@ class Checker:
           pools: Whether attention of all branches computes its compressed tokens as means. If
             `pools` is False, `inputs` has the compressed tokens.
         """
-        self.pools = pools
+        self.settings, self.pools = settings, pools
         self.config, self.inputs, self.backward = settings.nsa, inputs, backward
         (batch, queries, heads, _), self.keys = inputs.query.shape, inputs.num_keys
         self.slabs = oracle.Slabs.of(
