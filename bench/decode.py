@@ -202,7 +202,7 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         row = Judged(name, library, own) if own else judged_row(name, take, library=library)
         waiting[key] = branch, row
 
-    refused = refused or guarded("selection", freeze, library=False)
+    refused = refused or guarded("selection", freeze)
     for branch in ("compressed", "scores", "selected", "sliding", "all"):
         judge(branch, branch, refused, branch_step, branch)
     if FLAGS.paged != "none":

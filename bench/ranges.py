@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         inputs = problems.make(at, "random", FLAGS.seed)
         common = command.about(runner, at, inputs) | {"branch": "scores", "mode": "forward"}
         take = lambda inputs=inputs: {"both": measure(inputs, config, how)}
-        failed = guarded(f"ranges S={length}", take, library=False)
+        failed = guarded(f"ranges S={length}", take)
         found = failed.get("both", [failed] * 2)
         names = ("ranges_v1", "ranges_v2")
         first, second = (

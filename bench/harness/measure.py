@@ -20,7 +20,7 @@ from .runners import forward, out_of_memory
 log = logging.getLogger(__name__)
 
 
-def guarded(name: str, take: Callable[[], Values], *, library: bool) -> Values:
+def guarded(name: str, take: Callable[[], Values], *, library: bool = False) -> Values:
     """Return the fields from `take`, or a status and the reason if `take` raises an exception.
 
     `NotImplementedError` gives the status `unsupported`, a lack of memory `oom`, and any other

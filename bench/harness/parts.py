@@ -80,7 +80,7 @@ class Problem:
             return {}
 
         failed = {"status": "unsupported", "reason": self.refusal}
-        if self.refusal or (failed := guarded("inputs", take, library=False)):
+        if self.refusal or (failed := guarded("inputs", take)):
             judged[:] = [Judged("", False, failed)] * len(jobs)
         return lambda: self._records(jobs, [each.timed(**self.how) for each in judged])
 
