@@ -29,13 +29,6 @@ FLAGS = cli.define(
     out=(str, "Folder for the report, which must have no report.md and no report.html."),
     title=(str, "Title of the report; default: the devices of the records."),
 )
-# The sections of speed-ups, by title. Each has a branch, a kernel (None means all kernels) and
-# the baseline.
-BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
-    "FA-2 over masked SDPA, sliding": ("sliding", "fa2", "masked"),
-    "FA-2 over masked SDPA, compressed": ("compressed", "fa2", "masked"),
-    "selection over the portable path": ("selected", None, "portable"),
-}
 
 
 def about(report: Report) -> Values:
@@ -77,6 +70,7 @@ def markdown(report: Report) -> str:
     for device in dict.fromkeys(record.device for record in report.records):
         some = [record for record in report.records if record.device == device]
         decode = [r for r in some if r.mode == "decode"]
+        gains = (render.speed_ups(some, over) for over in ("masked", "portable"))
         failed = Counter(
             (r.status, f"{r.framework} {r.branch} {r.implementation}", r.reason.splitlines()[0])
             for r in some
@@ -86,12 +80,13 @@ def markdown(report: Report) -> str:
             "name": device,
             "environments": {(r.commit, json.dumps(r.versions)): r for r in some}.values(),
             "parity": _parity(some),
-            "gains": {name: _by_length(some, *beside) for name, beside in BESIDE.items()},
+            "rows": [*zip(some, map(plots.length, some), *gains, strict=True)],
             "decode": [*zip(decode, render.speed_ups(decode), strict=True)],
             "failed": sorted(failed.items()),
         }
         devices.append(found)
-    how = {"devices": devices, "table": watched.markdown, "name_of": lambda x: Path(x).name}
+    how = {"table": watched.markdown, "name_of": lambda path: Path(path).name}
+    how |= {"devices": devices, "kernels": policy.KERNELS}
     return render.filled("report.md.jinja", **about(report), **how)
 
 
@@ -103,24 +98,6 @@ def _parity(some: Sequence[Record]) -> Iterator[tuple]:
         shares = [r.bound_share for r in group if r.bound_share is not None]
         bad = Counter(r.status for r in group if r.status != "ok")
         yield " ".join(key), len(group), max(shares, default=None), bad
-
-
-def _by_length(
-    some: Sequence[Record], branch: str, kernel: str | None, over: render.Over
-) -> list[Values]:
-    """Return the rows of a branch with their length and speed-up. If the baseline is `masked`, the
-    rows also have the speed-up over the portable path. The length is `S` in tokens, or for
-    `bench.selection` `L` in selected keys.
-    """
-    found = []
-    gains = (render.speed_ups(some, name) for name in (over, "portable"))
-    for r, gain, portable in zip(some, *gains, strict=True):
-        wanted = kernel is None and r.implementation in policy.KERNELS
-        if r.branch == branch and gain and (wanted or r.implementation == kernel):
-            at, axis = plots.length(r)
-            about = {"r": r, "gain": gain, "portable": portable if over == "masked" else None}
-            found.append(about | {"length": ("S" if axis == "tokens" else "L", at)})
-    return found
 
 
 def main(argv: Sequence[str]) -> int:
