@@ -315,23 +315,14 @@ def quality_table(part: str, steps: str = "") -> str:
     return table(quality.head(part), wanted)
 
 
-def _recorded(setting: str, run: str, seeds: str = "") -> dict[str, list[train_log.Line]]:
-    """Return the lines of each recorded run of a variant; `seeds` is as in `experiment`."""
-    return {
+def _kind(setting: str, run: str, seeds: str = "") -> quality.Kind:
+    """Return the recorded runs of a variant; `seeds` is as in `experiment`."""
+    found = {
         str(path): train_log.read(path)
         for path in sorted(DEVICE.parent.glob(f"*/quality/{setting}/{run}-*.jsonl"))
         if not seeds or path.stem.rpartition("-")[2] in seeds.split(",")
     }
-
-
-def _kind(setting: str, run: str, seeds: str) -> quality.Kind:
-    return quality.kind_of(run, _recorded(setting, run, seeds))
-
-
-def _ends(setting: str, run: str) -> list[train_log.Summary]:
-    """Return the last line of each recorded run of a variant."""
-    lines = [x for each in _recorded(setting, run).values() for x in each]
-    return [x for x in lines if isinstance(x, train_log.Summary)]
+    return quality.kind_of(run, found)
 
 
 def experiment(name: str, runs: str = "", seeds: str = "") -> str:
@@ -343,11 +334,11 @@ def experiment(name: str, runs: str = "", seeds: str = "") -> str:
 
     at = EXPERIMENTS[name]
     names = at.runs[0], *(runs.split(",") if runs else at.runs[1:])
-    kinds = [(VARIANTS[run].what, _kind(at.setting, run, seeds)) for run in names]
-    found = [(what, kind) for what, kind in kinds if kind.runs]
-    group = quality.Group(name, [kind for _, kind in found], kinds[0][1])
-    pairs = zip(found, quality.rows("answers", group), strict=True)
-    rows = ([f"`{kind.label}`", what, *cells] for (what, kind), cells in pairs)
+    what = {run: VARIANTS[run].what for run in names}
+    dense, *others = (_kind(at.setting, run, seeds) for run in names)
+    kinds = [kind for kind in (dense, *others) if kind.runs]
+    cells = quality.rows("answers", quality.Group(name, kinds, dense))
+    rows = ([f"`{x.label}`", what[x.label], *y] for x, y in zip(kinds, cells, strict=True))
     return table(["run", "description", *quality.head("answers")], rows)
 
 
@@ -355,10 +346,12 @@ def solved(setting: str, runs: str) -> str:
     """Return the share of records that each run solves, by distance. A second row has `hit` and
     `chance` (`bench.lm.tasks`), if the model has a selection.
     """
-    found, distances = [], list(map(str, DISTANCES[:-1]))
-    for run in runs.split(","):
-        for end in _ends(setting, run):
-            found.append((run, [(end.records_at or {})[x] for x in distances]))
+    distances = list(map(str, DISTANCES[:-1]))
+    found = [
+        (run, [at[x] for x in distances])
+        for run in runs.split(",")
+        for at in _kind(setting, run).each("records_at")
+    ]
     return render.filled("solved.md.jinja", found=found, distances=distances)
 
 
@@ -394,9 +387,9 @@ def distance_picture(old: str) -> str:
     found: dict[str, dict[str, list[list[float]]]] = {}
     for title, (setting, seeds, runs) in KINDS["pictures"]["distance"].items():
         for run, label in runs.items():
-            values = [x.values for x in _kind(setting, run, seeds).runs.values()]
-            curves = [[x[str(n)] for x in values] for n in DISTANCES]
-            found.setdefault(title, {})[label] = curves
+            kind = _kind(setting, run, seeds)
+            gains = [kind.each(str(n)).tolist() for n in DISTANCES]
+            found.setdefault(title, {})[label] = gains
     return drawn(old, found, lambda: plots.distances(found, DISTANCES))
 
 
@@ -405,8 +398,7 @@ def needle_picture(old: str) -> str:
     setting, runs = KINDS["pictures"]["needle"]
     found = {}
     for run, label in runs.items():
-        (end,) = _ends(setting, run)
-        found[label] = end.needle or {}
+        (found[label],) = _kind(setting, run).each("needle")
     return drawn(old, found, lambda: plots.needles(found, tasks.NEEDLE_DEPTHS))
 
 

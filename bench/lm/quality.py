@@ -83,7 +83,8 @@ USUAL = {
 @dataclasses.dataclass(frozen=True)
 class Ended:
     """A run that has ended. `values` has what was measured by name: losses and gains, `hits` (by
-    layer: hit, chance), `found` (hit and unread of the best head), `ms` and `epochs`.
+    layer: hit, chance), `found` (hit and unread of the best head), `ms`, `epochs`, `records_at` and
+    `needle` (`bench.lm.tasks`).
     """
 
     file: str
@@ -249,6 +250,8 @@ def _ended(found: Mapping[str, Sequence[Line]]) -> Iterator[Ended]:
                 "found": found_by_best(np.array(end.heads)) if end.heads else None,
                 "ms": speed and speed.time_ms,
                 "epochs": header.epochs,
+                "records_at": end.records_at,
+                "needle": end.needle,
             }
             yield Ended(name, header, {x: y for x, y in values.items() if y is not None})
 
@@ -267,19 +270,15 @@ def _copying(evaluations: Sequence[Evaluation]) -> float | None:
     return None
 
 
-def _settings(header: Header) -> dict[str, Any]:
-    """Return the settings that determine the kind of a run."""
-    model = header.model
-    if header.attention == "dense":
-        model = {name: x for name, x in model.items() if name in OF_DENSE}
-    return {**model, "lr": header.training["lr"]}
-
-
 def _group(runs: Sequence[Ended]) -> Group:
     named: dict[str, list[Ended]] = {}
     for attention, always in (("dense", ()), ("nsa", NAMED)):
         some = [run for run in runs if run.header.attention == attention]
-        settings = [_settings(run.header) for run in some]
+        settings = [
+            {x: y for x, y in run.header.model.items() if attention == "nsa" or x in OF_DENSE}
+            | {"lr": run.header.training["lr"]}
+            for run in some
+        ]
         names = dict.fromkeys(itertools.chain(always, *settings))
         for name in names.keys() - always:
             if len({repr(own.get(name)) for own in settings}) == 1:
