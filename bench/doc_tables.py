@@ -239,11 +239,7 @@ def _crossovers() -> dict[str, tuple[str, crossover.Panel]]:
 
 def crossovers() -> str:
     """Return the table of crossovers in the first chart of `bench.report`."""
-    rows = (
-        [x.name, x.answer, device, x.about if x.points else MISSING, commits(x.rows)]
-        for device, x in _crossovers().values()
-    )
-    return table(["what", "NSA is faster", "device", "measured", "commit"], rows)
+    return render.filled("crossovers.md.jinja", found=_crossovers().values(), commits=commits)
 
 
 def parallel_training(device: str = DEVICE.name) -> str:

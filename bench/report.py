@@ -11,7 +11,7 @@ with their reason and without a speed-up. Files of `bench.train` become tables o
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
@@ -19,7 +19,7 @@ from absl import flags
 from nsa_core import policy
 
 from .harness import cli, process, records
-from .harness.records import Record, Values
+from .harness.records import Values
 from .lm import curves, watched
 from .reports import crossover, plots, render
 from .reports.sources import Report, read
@@ -36,7 +36,6 @@ def about(report: Report) -> Values:
     return {
         "report": report,
         "charts": crossover.panels(report.records, report.training_lines),
-        "sentence": crossover.sentence,
         "training": [
             (path, lines, [*curves.verdicts(lines), *watched.verdicts(path, lines)])
             for path, lines in report.training
@@ -79,7 +78,7 @@ def markdown(report: Report) -> str:
         found = {
             "name": device,
             "environments": {(r.commit, json.dumps(r.versions)): r for r in some}.values(),
-            "parity": _parity(some),
+            "parity": render.judged(some),
             "rows": [*zip(some, map(plots.length, some), *gains, strict=True)],
             "decode": [*zip(decode, render.speed_ups(decode), strict=True)],
             "failed": sorted(failed.items()),
@@ -88,16 +87,6 @@ def markdown(report: Report) -> str:
     how = {"table": watched.markdown, "name_of": lambda path: Path(path).name}
     how |= {"devices": devices, "kernels": policy.KERNELS}
     return render.filled("report.md.jinja", **about(report), **how)
-
-
-def _parity(some: Sequence[Record]) -> Iterator[tuple]:
-    """For each path, return the number of its rows, its largest error relative to the bound, and
-    the number of rows per status other than ok.
-    """
-    for key, group in render.judged(some).items():
-        shares = [r.bound_share for r in group if r.bound_share is not None]
-        bad = Counter(r.status for r in group if r.status != "ok")
-        yield " ".join(key), len(group), max(shares, default=None), bad
 
 
 def main(argv: Sequence[str]) -> int:

@@ -56,7 +56,7 @@ def test_several_queries_are_a_problem_of_their_own():
 
 def test_the_sentence_of_a_device():
     (each,) = crossover.panels(sweep({1024: 0.5, 2048: 2.0}), []).values()
-    assert crossover.sentence(GPU, each) == (
+    assert crossover.render.filled("sentence.txt.jinja", device=GPU, panels=each) == (
         f"{GPU}: forward from 2k tokens (2x); forward + backward {NOT_MEASURED}; "
         f"training step {NOT_MEASURED}; decode {NOT_MEASURED}."
     )
@@ -100,7 +100,8 @@ def test_the_newest_row_counts():
     new = record("all", "mosaic", 0.25, S=2048, time="2026-02-02T00:00:00+00:00", commit="b")
     assert panel([new, *old]).crossover == 2048
     dense = [dataclasses.replace(r, commit="d") for r in old if r.branch == "dense"]
-    assert panel([new, *old, *dense]).commits == "c0ffee, d, b"
+    rows = panel([new, *old, *dense]).rows
+    assert [*dict.fromkeys(row.commit for row in rows)] == ["c0ffee", "d", "b"]
     wrong = dataclasses.replace(new, status="wrong", reason="far off", time="2026-03-03")
     assert panel([wrong, new, *old]).crossover is None
 

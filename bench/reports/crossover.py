@@ -93,12 +93,6 @@ class Point:
         return self.best[0] / row.times_ms[0] if self.best and row.times_ms else None
 
     @property
-    def gain(self) -> str:
-        """The ratio of our kernel as text, or its status."""
-        ratio = self.ratio(self.ours)
-        return self.ours.status if ratio is None else f"{ratio:.2g}x"
-
-    @property
     def faster(self) -> bool | None:
         """Whether NSA is faster, or None if the answer is not known."""
         best, ours = self.best, self.ours.times_ms
@@ -158,10 +152,6 @@ class Panel:
     def rows(self) -> list[Row]:
         """All compared rows."""
         return [row for point in self.points for row in (point.ours, *point.dense)]
-
-    @property
-    def commits(self) -> str:
-        return ", ".join(dict.fromkeys((row.commit or "unknown")[:7] for row in self.rows))
 
     @property
     def answer(self) -> str:
@@ -224,8 +214,3 @@ def _points(lines: Lines) -> list[Point]:
         for tokens, rows in beside.items()
         if rows
     ]
-
-
-def sentence(device: str, each: Iterable[Panel]) -> str:
-    """Return all answers of a device as one sentence."""
-    return f"{device}: {'; '.join(f'{panel.name} {panel.answer}' for panel in each)}."

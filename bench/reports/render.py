@@ -40,6 +40,7 @@ def _templates() -> Any:
         undefined=jinja2.StrictUndefined,
     )
     found.filters.update(number=number, tokens=length)
+    found.globals.update(filled=filled)
     return found
 
 
