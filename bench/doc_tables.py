@@ -49,7 +49,7 @@ from typing import Any
 from absl import flags
 
 from .harness import cli, records, seed_env, seed_names
-from .harness.markdown import length, table
+from .harness.markdown import commits, length, table
 from .harness.records import Record
 from .lm import curves, quality, tasks, watched
 from .lm import log as train_log
@@ -74,12 +74,6 @@ VERSIONS = "kernel_log/versions.jsonl"  # of the folder of the CPU
 SHORTEST = 2048  # tokens; shorter records only show correctness
 PASSES = {"forward": "forward", "fwdbwd": "forward and backward"}
 DENSE = "cudnn", "flash", "fa4"  # the fastest of these is compared with NSA
-
-
-def commits(found: Iterable[Any]) -> str:
-    """Return the commits of these lines, without repetitions."""
-    names = (x.get("commit") if isinstance(x, dict) else x.commit for x in found)
-    return ", ".join(dict.fromkeys(name[:7] for name in names if name)) or MISSING
 
 
 def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
@@ -142,7 +136,6 @@ def summary(device: str = CHARTED) -> str:
         for form in ("rows", "varlen", "cu_seqlens")
     }
     about = {"found": found, "passes": PASSES.values(), "packed": packing(documents)}
-    about |= {"time": functools.partial(cell, "{time_ms:ms}"), "commits": commits}
     return render.filled("summary.md.jinja", **about, **forms)
 
 
@@ -227,7 +220,7 @@ def of_lines(name: str, **options: str) -> str:
 def first_call(device: str) -> str:
     """Return the last measurement of `bench.first_call`, together with its target."""
     stage = {line["stage"]: line for line in lines_of("kernel_log/first_call.jsonl", device)}
-    return render.filled("first_call.md.jinja", commit=commits(stage.values()), **stage)
+    return render.filled("first_call.md.jinja", stages=stage.values(), **stage)
 
 
 def _crossovers() -> dict[str, tuple[str, crossover.Panel]]:
@@ -239,7 +232,7 @@ def _crossovers() -> dict[str, tuple[str, crossover.Panel]]:
 
 def crossovers() -> str:
     """Return the table of crossovers in the first chart of `bench.report`."""
-    return render.filled("crossovers.md.jinja", found=_crossovers().values(), commits=commits)
+    return render.filled("crossovers.md.jinja", found=_crossovers().values())
 
 
 def parallel_training(device: str = DEVICE.name) -> str:
@@ -342,25 +335,15 @@ def solved(setting: str, runs: str) -> str:
     """Return the share of records that each run solves, by distance. A second row has `hit` and
     `chance` (`bench.lm.tasks`), if the model has a selection.
     """
-    distances = list(map(str, DISTANCES[:-1]))
-    found = [
-        (run, [at[x] for x in distances])
-        for run in runs.split(",")
-        for at in _kind(setting, run).each("records_at")
-    ]
-    return render.filled("solved.md.jinja", found=found, distances=distances)
-
-
-def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table with a column for each environment of `tests/versions.py`."""
-    names = dict.fromkeys(x for each in found for x in each["versions"])
-    return render.filled("versions.md.jinja", found=found, names=names, commits=commits)
+    found = {run: _kind(setting, run).each("records_at") for run in runs.split(",")}
+    return render.filled("solved.md.jinja", found=found, distances=[*map(str, DISTANCES[:-1])])
 
 
 def versions(names: str) -> str:
     """Return the last run of each of `names`, which are separated by commas."""
     last = {line["name"]: line for line in lines_of(VERSIONS, "cpu")}
-    return versions_table([last[name] for name in names.split(",")])
+    found = [last[name] for name in names.split(",")]
+    return render.filled("versions.md.jinja", found=found)
 
 
 def drawn(old: str, data: Any, draw: Callable[[], str]) -> str:

@@ -3,7 +3,7 @@
 import pytest
 from packaging.requirements import Requirement
 
-from bench import doc_tables
+from bench.reports import render
 from tests import versions
 
 
@@ -55,7 +55,9 @@ def test_what_was_found_is_a_table(tmp_path):
         "skipped": {"no GPU": 2},
     }
     about = {"name": "oldest", "versions": {"jax": "0.11.2"}, "test_minutes": 2.5}
-    lines = doc_tables.versions_table([about | found | {"commit": "abcdef123"}]).splitlines()
+    lines = render.filled(
+        "versions.md.jinja", found=[about | found | {"commit": "abcdef123"}]
+    ).splitlines()
     assert lines[0] == "|  | oldest |" and "| jax | 0.11.2 |" in lines
     assert "| failed | tests.a::bad, tests.b::broken |" in lines
     assert "| skipped | 2: no GPU |" in lines and "| minutes | 2.5 |" in lines

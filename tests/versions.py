@@ -31,6 +31,7 @@ from packaging.specifiers import SpecifierSet
 
 from bench import doc_tables
 from bench.harness import records
+from bench.reports import render
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "versions"
@@ -190,7 +191,7 @@ def main() -> int:
         found.append(run(name, options.keep))
         if options.save_records:
             records.append(KEPT, [records.record("versions", **found[-1])])
-    print(doc_tables.versions_table(found))
+    print(render.filled("versions.md.jinja", found=found))
     return int(any(each["exit"] for each in found if each["name"] != "pre-release"))
 
 

@@ -1,6 +1,7 @@
 """Formats tables in Markdown."""
 
 from collections.abc import Iterable
+from typing import Any
 
 
 def line(cells: Iterable[str]) -> str:
@@ -15,6 +16,12 @@ def number(value: float | None, form: str, unit: str = "") -> str:
 def length(tokens: int) -> str:
     """Format a number of tokens, with multiples of 1024 as k."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def commits(found: Iterable[Any]) -> str:
+    """Format the commits of these lines, without repetitions."""
+    names = (x.get("commit") if isinstance(x, dict) else x.commit for x in found)
+    return ", ".join(dict.fromkeys(name[:7] for name in names if name)) or "-"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]] = ()) -> str:

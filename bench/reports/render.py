@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import tables
-from ..harness.markdown import length, number
+from ..harness.markdown import commits, length, number
 from ..harness.records import FIELDS, Record
 
 COLUMNS = tuple(tables.KINDS["compared"]["cells"])
@@ -33,14 +33,14 @@ def _templates() -> Any:
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    found = jinja2.Environment(
+    found: Any = jinja2.Environment(
         loader=loader,
         autoescape=lambda name: name is None or name.endswith(".html"),
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    found.filters.update(number=number, tokens=length)
-    found.globals.update(filled=filled)
+    found.filters.update(number=number, tokens=length, commits=commits)
+    found.globals.update(filled=filled, cell=tables.cell)
     return found
 
 
