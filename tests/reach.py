@@ -76,11 +76,11 @@ def check_reach(function, arrays, implementation, branch, token, numbers=NUMBERS
             assert reached or finite or not may_spread, (name, number, "the table says more")
 
 
-def steps(api, case, where, name, blocks):
+def steps(api, case, name, blocks):
     """Each branch as a function of query, keys and values, and the selection."""
-    options = {"config": case.config, "implementation": name, **where}
-    compress = functools.partial(api.compress, config=case.config, **where)
-    of_compressed = options | ({} if where else {"kv_len": case.S})
+    options = {"config": case.config, "implementation": name}
+    compress = functools.partial(api.compress, config=case.config)
+    of_compressed = options | {"kv_len": case.S}
     return {
         "compressed": lambda query, *pair: api.compressed_attention(
             query, *map(compress, pair), **of_compressed
@@ -93,7 +93,7 @@ def steps(api, case, where, name, blocks):
 def check_torch(p, branch, name, device="cpu", numbers=NUMBERS):
     """`check_reach` of a token in the middle of a problem."""
     dtype, blocks = getattr(torch, p.case.dtype), p.block_indices.to(device)
-    step = steps(nsa_torch, p.case, {}, name, blocks)[0][branch]
+    step = steps(nsa_torch, p.case, name, blocks)[0][branch]
 
     def function(*arrays):
         *leaves, do = (torch.tensor(x, dtype=dtype, device=device) for x in arrays)

@@ -76,7 +76,6 @@ def chosen(problem, name=None):
 
 
 HOPPER = dict(framework="jax", platform="gpu", capability=(9, 0))
-EIGHT = NSAConfig(num_selected=8)  # 512 keys
 SLOW = dict(kernel="fa2", steps=["sliding"], reason="too slow", since="2025-09-04")
 FORBIDDEN = {"policy": [SLOW | {"allowed": False}]}
 TABLE = table("choice")
@@ -88,11 +87,13 @@ def described(row):
 
 @pytest.mark.parametrize("row", TABLE["rules"], ids=described)
 def test_the_thresholds_of_a_device(device, row):
-    path = device(runtime=row.get("runtime", {}))
+    path = device(runtime=row.get("runtime", {}), evidence=row.get("evidence", {}))
     changes = refusals.given(row.get("changes", {}))
     problem = pose(row["step"], row.get("length", 512), **changes)
-    choice = chosen(problem)
+    with policy.overridden(policy.Thresholds(**row.get("flags", {})), "a flag"):
+        choice = chosen(problem)
     assert choice.implementation == row["chosen"]
+    assert row.get("not triton", "") in choice.refused.get("triton", "")
     if "reason" in row:
         kernel = "fa2" if problem.framework == "torch" else "mosaic"
         assert choice.refused[kernel] == f"{row['reason']} ({path})"
@@ -115,31 +116,6 @@ def test_the_policy_of_a_device(device):
     device(**FORBIDDEN, runtime={"sel_min_len": "never"})
     plan = REGISTRIES["torch"].choices(pose(""), Branches(None, None, "fa2"))
     assert [c.implementation for c in plan] == ["fa2", "fa2", "sdpa", "fa2"]
-
-
-def test_a_threshold_measured_on_one_kernel_leaves_those_before_it(device):
-    device(runtime=dict(sel_min_len="never"), evidence=dict(sel_min_len=dict(kernel="fa2")))
-    assert chosen(pose("selected")).implementation == "sdpa"
-    assert chosen(pose("selected", **HOPPER)).implementation == "mosaic"
-
-
-def test_triton_has_a_threshold_of_its_own(device):
-    ampere = pose("selected", config=EIGHT)
-    names = [entry.name for entry in REGISTRIES["torch"].table["selected"]]
-    assert names.index("triton") < names.index("fa2")
-
-    def why(**sections):
-        device(**sections)
-        return chosen(ampere).refused.get("triton")
-
-    assert "not measured on this device" in why(runtime=dict(sel_min_len=512))
-    measured = {"evidence": {"sel_triton_min_L": dict(kernel="triton", commits=["c0ffee"])}}
-    assert why(runtime=dict(sel_triton_min_L=512, sel_min_len="never"), **measured) is None
-    assert "sel_triton_min_L=1024" in why(runtime=dict(sel_triton_min_L=1024), **measured)
-    for given, found in ((dict(sel_triton_min_L=512), None), (dict(sel_min_len=512), True)):
-        with policy.overridden(policy.Thresholds(**given), "a flag"):
-            reason = why()
-        assert reason is None if found is None else "not measured" in reason, given
 
 
 def test_the_seeds_rule_for_its_card():
@@ -260,28 +236,6 @@ def test_all_steps_run_at_once_where_every_step_has_the_name(framework):
         assert cached.attention is None and str(cached).endswith("sequences, got a cache)")
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"T": 300}, "needs queries that begin at a multiple of 48 tokens, got 212"),
-        ({"T": 320}, None),
-        (
-            {"packed": True},
-            "supports no packed rows, where bits depend on the position of a sequence",
-        ),
-        ({"cached": True, "T": 300}, None),
-        ({"cached": True, "requires_grad": True}, "has no gradient for a cache"),
-    ],
-)
-def test_what_invariant_cannot_do(changes, reason):
-    problem = pose("selected", **HOPPER | {"framework": "torch", "device": None} | changes)
-    if reason is None:
-        assert chosen(problem, "invariant").implementation == "invariant"
-        return
-    with pytest.raises(NotImplementedError, match=f"selected: invariant: {reason}"):
-        chosen(problem, "invariant")
-
-
 def test_every_registered_kernel_is_there():
     for registry in REGISTRIES.values():
         assert {*registry.table} == {*Branches._fields, "scores", "attention"}
@@ -373,17 +327,17 @@ def test_names_and_refusals_in_torch():
         assert registry.names() == typing.get_args(name.__value__)
 
 
-@pytest.mark.parametrize("row", TABLE["fa2"], ids=str)
-def test_fa2_says_why_not(row, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)  # it packs without Triton
-    changes = refusals.given(row)
-    reason = changes.pop("says", None)
-    problem = pose("selected", 64, **{"capability": (9, 0)} | changes)
+@pytest.mark.parametrize("row", TABLE["named"], ids=str)
+def test_a_named_implementation_says_why_not(row, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)  # FA-2 packs without Triton
+    changes = {"capability": (9, 0)} | refusals.given(row)
+    name, reason = (changes.pop(x, y) for x, y in (("name", "fa2"), ("says", None)))
+    problem = pose("selected", 64, **changes)
     if reason is None:
-        assert chosen(problem, "fa2").implementation == "fa2"
+        assert chosen(problem, name).implementation == name
     else:
-        with pytest.raises(NotImplementedError, match=rf"selected: fa2: .*{reason}"):
-            chosen(problem, "fa2")
+        with pytest.raises(NotImplementedError, match=rf"selected: {name}: .*{reason}"):
+            chosen(problem, name)
     assert fa2.library().startswith(("flash_attn ", "torch "))
 
 

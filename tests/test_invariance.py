@@ -15,53 +15,54 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench.harness import records
+from tests.caches import Rows, Sizes, TorchPages, Turn, call_of, tables
 from tests.devices import needs_gpu
 from tests.problems import SMALL
 
 # What docs/kernels/README.md and docs/serving.md promise of kernels.
 PROMISED = {"called again", "other rows", "other pages"}
-STEP = 8
+STEP, ROWS = 8, 8
 SCHEDULES = {"cuda": 1000, "cpu": 10}
 
 
 class Tokens:
-    """Tokens of rows by number: a row has the same tokens in every batch.
+    """Tokens of rows, which have the same tokens in every batch.
 
     On a CPU 72 tokens of small blocks in float32; on a GPU 2048 of the default sizes in bfloat16.
     """
 
     def __init__(self, device):
         gpu = device == "cuda"
-        self.device, self.dtype = device, torch.bfloat16 if gpu else torch.float32
-        self.config = nsa_torch.NSAConfig() if gpu else SMALL
-        self.length = 2048 if gpu else 72
-        H, Hkv, D = (32, 2, 128) if gpu else (4, 2, 16)
-        self.shapes = {"query": (H, D), "key": (Hkv, D), "value": (Hkv, D), "gates": (H, 3)}
-        self.shapes["do"] = H, D
+        self.device, self.length = device, 2048 if gpu else 72
+        sizes = {"D": 16, "Dv": 16, "config": SMALL}
+        if gpu:
+            sizes = {"H": 32, "D": 128, "Dv": 128, "config": nsa_torch.NSAConfig()}
+            sizes |= {"dtype": "bfloat16", "gate_dtype": "bfloat16"}
+        self.sizes = Sizes(**sizes)
+        self.config = self.sizes.config
+        self.rows = Rows(self.sizes, [self.length] * ROWS)
+        shape = self.length, self.sizes.H, self.sizes.Dv
+        self.rows.tokens["do"] = [self.rows.draw("do", shape) for _ in range(ROWS)]
 
-    @functools.cache  # noqa: B019
-    def row(self, number):
-        draw = torch.Generator().manual_seed(number)
-        drawn = {
-            x: torch.randn(self.length, *s, generator=draw) for x, s in self.shapes.items()
-        }
-        drawn["gates"] = drawn["gates"].sigmoid()
-        return {x: y.to(self.device, self.dtype) for x, y in drawn.items()}
+    def joined(self, join, numbers, lengths):
+        """Rows up to a length each, by the names of arguments."""
+        found = {}
+        for name in ("query", "selected_key", "selected_value", "gates", "do"):
+            rows = self.rows.tokens[name]
+            x = join([rows[i][:n] for i, n in zip(numbers, lengths, strict=True)])
+            dtype = getattr(torch, self.sizes.dtype)
+            found[name.removeprefix("selected_")] = torch.tensor(x).to(self.device, dtype)
+        return found
 
     def batch(self, *numbers):
         """`[B, T, ..]` of each name."""
-        rows = [self.row(x) for x in numbers]
-        return {x: torch.stack([row[x] for row in rows]) for x in self.shapes}
+        return self.joined(np.stack, numbers, [self.length] * len(numbers))
 
     def packed(self, *numbers):
         """The rows one after the other, each of another length, and where they begin."""
         lengths = [self.length - 5 * x for x in numbers]
-        parts = [self.row(x) for x in numbers]
-        joined = {
-            x: torch.cat([p[x][:n] for p, n in zip(parts, lengths, strict=True)])[None]
-            for x in self.shapes
-        }
-        return joined, np.cumsum([0, *lengths])
+        joined = lambda parts: np.concatenate(parts)[None]
+        return self.joined(joined, numbers, lengths), np.cumsum([0, *lengths])
 
 
 def torch_attention(given, implementation, gradients, starts=None):
@@ -129,86 +130,61 @@ def of_attention(attend, implementation, gradients):
 
 
 class Pages:
-    """Rows in pages: a prompt in chunks, and steps of a few queries."""
+    """All rows in pages: prompts in chunks, and steps of a few queries."""
 
-    def __init__(self, implementation, numbers, pages=None):
-        t, self.implementation = tokens(), implementation
-        self.rows, per_row = len(numbers), -(-t.length // t.config.select_block)
-        shape, dtype = (t.shapes["key"][0], *[t.shapes["key"][1]] * 2), t.dtype
-        self.cache = nsa_torch.PagedCache(
-            self.rows * per_row, *shape, config=t.config, dtype=dtype, device=t.device
-        )
-        order = torch.arange(self.rows * per_row)
-        if pages is not None:
-            order = torch.randperm(len(order), generator=torch.Generator().manual_seed(pages))
-        self.table = order.view(self.rows, per_row).int().to(t.device)
-        self.given, self.used = t.batch(*numbers), 0
+    def __init__(self, implementation, seed=0):
+        t, self.used = tokens(), 0
+        width = -(-t.length // t.config.select_block)
+        sizes = {"pool": ROWS * width, "width": width}
+        self.path = TorchPages(t.sizes, t.device, implementation, **sizes)
+        self.table = tables([t.length] * ROWS, t.config, *sizes.values(), seed)
 
-    def attend(self, count, implementation=None):
-        """Of row 0, the output of the next `count` tokens."""
-        new = {x: y[:, self.used : self.used + count] for x, y in self.given.items()}
-        self.used += count
-        flat = {x: y.flatten(0, 1) for x, y in new.items()}
-        ints = lambda x: torch.tensor(x, dtype=torch.int32, device=self.table.device)
-        lengths = ints([self.used] * self.rows)
-        starts = None if count == 1 else ints(range(0, count * self.rows + 1, count))
-        nsa_torch.append(
-            *(self.cache, flat["key"], flat["value"], self.table, lengths), cu_seqlens_q=starts
-        )
-        out = nsa_torch.paged_attention(
-            *(
-                flat["query"].contiguous(),
-                flat["gates"].contiguous(),
-                self.cache,
-                self.table,
-                lengths,
-                starts,
-            ),
-            max_seqlen_q=count,
-            implementation=implementation or self.implementation,
-        )
-        return out[:count]
+    def step(self, order, used, count=1, **options):
+        """Of row 0, the output of `count` tokens, after `used` tokens of each row."""
+        turn = Turn(used, [n + count for n in used], even=count == 1)
+        call = call_of(tokens().rows, self.table, turn, [*order])
+        self.path.append(call)
+        return self.path.attend(call, **options)[count * order.index(0) :][:count]
 
-    def step(self, rows, used):
-        """Of row 0, the output of one more token of each of `rows`, after `used` tokens."""
-        ints = lambda x: torch.tensor(x, dtype=torch.int32, device=self.table.device)
-        new = {x: y[rows, used].contiguous() for x, y in self.given.items()}
-        table, lengths = self.table[rows], ints(used) + 1
-        nsa_torch.append(self.cache, new["key"], new["value"], table, lengths)
-        at = new["query"], new["gates"], self.cache, table, lengths
-        return nsa_torch.paged_attention(*at, implementation=self.implementation)[rows.index(0)]
-
-    def steps(self, *counts):
-        """Of the last tokens, after a prompt."""
-        self.attend(tokens().length - STEP, "gathered")
-        return [torch.cat([self.attend(x) for x in counts])]
+    def attend(self, order, *counts, **options):
+        """Of row 0, the output of the next tokens, so many in each call."""
+        found = []
+        for count in counts:
+            found.append(self.step(order, [self.used] * ROWS, count, **options))
+            self.used += count
+        return [np.concatenate(found)]
 
 
 def of_pages(implementation):
-    steps = lambda *rows, pages=None: Pages(implementation, rows, pages).steps(*[1] * STEP)
+    def steps(*order, counts=(1,) * STEP, seed=0):
+        """The last tokens, after a prompt."""
+        pages = Pages(implementation, seed)
+        pages.attend(order, tokens().length - STEP, implementation="gathered")
+        return pages.attend(order, *counts)
+
     yield from of_rows(steps)
-    yield "1 or 8 queries", steps(0), Pages(implementation, [0]).steps(STEP)
-    yield "other pages", steps(0), steps(0, pages=5)
+    yield "1 or 8 queries", steps(0), steps(0, counts=[STEP])
+    yield "other pages", steps(0), steps(0, seed=5)
 
 
 def of_schedules(implementation):
     """Row 0 alone, and in steps that other rows join and leave, in any order and of any lengths,
     as in a server.
     """
-    pages, random = Pages(implementation, range(8)), np.random.default_rng(0)
+    pages, random = Pages(implementation), np.random.default_rng(0)
     begin = tokens().length - STEP
-    pages.attend(begin, "gathered")
-    alone = lambda: torch.stack([pages.step([0], [begin + i]) for i in range(STEP)])
+    pages.attend(range(ROWS), begin, implementation="gathered")
+    alone = lambda: np.stack([pages.step([0], [begin + i] * ROWS) for i in range(STEP)])
 
     def schedule():
-        used, found = [begin, *random.integers(begin // 2, begin, pages.rows - 1)], []
+        used, found = [begin, *random.integers(begin // 2, begin, ROWS - 1).tolist()], []
         for _ in range(STEP):
-            others = random.permutation(np.arange(1, pages.rows))[: random.integers(pages.rows)]
-            rows = random.permutation([0, *others]).tolist()
-            found.append(pages.step(rows, [int(used[row]) for row in rows]))
-            for row in rows:
+            others = random.permutation(np.arange(1, ROWS))[: random.integers(ROWS)]
+            order = random.permutation([0, *others]).tolist()
+            found.append(pages.step(order, used))
+            for row in order:
                 used[row] += 1
-        return torch.stack(found)
+        return np.stack(found)
 
     yield "called again", [alone()], [alone()]
     count = SCHEDULES[tokens().device]
@@ -221,12 +197,8 @@ def of_prompt(implementation):
     """
     if implementation != "gathered":
         raise NotImplementedError(f"chunks of a prompt are gathered, got {implementation}")
-    chunk = tokens().length // 4
-
-    def chunks(*rows):
-        pages = Pages("gathered", rows)
-        return [torch.cat([pages.attend(chunk) for _ in range(4)])]
-
+    counts, how = [tokens().length // 4] * 4, {"implementation": "gathered"}
+    chunks = lambda *order: Pages(None).attend(order, *counts, **how)
     yield from of_rows(chunks)
     whole = torch_attention(tokens().batch(0), None, False)
     yield "chunks or whole", chunks(0), [x[0] for x in whole]
@@ -244,9 +216,9 @@ def of_training(implementation):
     named = implementation if implementation == "invariant" else "gathered"
 
     def served():
-        pages, first = Pages(implementation, [0, 1]), count - count // 3 - STEP
-        chunks = [pages.attend(x, named) for x in (first, count // 3)]
-        return [torch.cat([*chunks, *(pages.attend(1) for _ in range(STEP))])]
+        pages, first = Pages(implementation), count - count // 3 - STEP
+        chunks = pages.attend([0, 1], first, count // 3, implementation=named)
+        return [np.concatenate(chunks + pages.attend([0, 1], *[1] * STEP))]
 
     yield "called again", served(), served()
     yield "training", served(), [whole]
@@ -260,9 +232,7 @@ def of_blocks(implementation, gradients):
         leaves = [given[x].clone().requires_grad_(gradients) for x in ("query", "key", "value")]
         own = torch.arange(t.length, device=t.device) // t.config.select_block
         blocks = torch.stack([own, torch.where(own > 0, 0, -1)], -1).int()
-        blocks = (
-            blocks[None, :, None].expand(len(rows), -1, t.shapes["key"][0], -1).contiguous()
-        )
+        blocks = blocks[None, :, None].expand(len(rows), -1, t.sizes.Hkv, -1).contiguous()
         out = nsa_torch.block_attention(
             *leaves, blocks, block_size=t.config.select_block, implementation=implementation
         )
@@ -297,7 +267,8 @@ def differences(call, implementation):
     found = {}
     with torch.set_grad_enabled("gradients" in call):
         for column, ones, others in CALLS[call](implementation):
-            pairs = [(a.float(), b.float()) for a, b in zip(ones, others, strict=True)]
+            wide = lambda x: torch.as_tensor(x).float().cpu()
+            pairs = [(wide(a), wide(b)) for a, b in zip(ones, others, strict=True)]
             found[column] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     return found
 

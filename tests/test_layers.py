@@ -18,7 +18,6 @@ from bench.judge.parity import FLOAT32_MAX
 from nsa_core.layer import PHI, LayerSpec
 from nsa_interop import weights
 from nsa_jax.nn import NSAAttention as JaxAttention
-from nsa_jax.nn import apply_rope
 from nsa_torch import NSAAttention as TorchAttention
 from tests.limits import set_limits
 from tests.model_sizes import MODELS
@@ -213,56 +212,6 @@ def test_a_cache_has_one_key_and_one_value_for_all_branches(made):
     mine, other = (made(kv=kv).init_cache(2, 40) for kv in ("shared", "separate"))
     assert mine.sliding_key is mine.sliding_value is None
     assert other.sliding_key.shape == mine.selected_key.shape
-
-
-def compressed_keys(module, twin, raw):
-    """Torch's, which are JAX's."""
-    config, (params, theirs) = (
-        module.spec.config,
-        (x.compress_params()[0] for x in (module, twin)),
-    )
-    found = nsa_torch.compress(raw, params, config=config).detach()
-    close(nsa_jax.compress(jnp.asarray(raw.numpy()), theirs, config=config), found, 1e-5)
-    return found
-
-
-def projected(layer, x, position):
-    """Query, keys, values and gates."""
-    if isinstance(layer, torch.nn.Module):
-        with torch.no_grad():
-            return layer.project(torch.from_numpy(x), torch.from_numpy(position))
-    return layer.project(jnp.asarray(x), jnp.asarray(position))
-
-
-@pytest.mark.parametrize("phi", ["mlp_pe", "mlp_rope"])
-def test_what_a_compressed_key_tells_of_its_place(phi, both):
-    """Its product with a query follows from their distance, or, of rotated keys, does not."""
-    module, twin = both(phi=phi, rope_scale=0.3)
-    products = []
-    for begin in (0, 4, 40):
-        x, position = tokens(20, batch=1), np.arange(begin, begin + 20)[None]
-        query, key, *_ = projected(module, x, position)
-        before = torch.zeros(1, begin, *key.compressed.shape[2:])  # whole strides
-        raw = torch.cat([before, key.compressed], dim=1)
-        last = compressed_keys(module, twin, raw)[0, -4:]  # windows that are tokens of x alone
-        products.append(torch.einsum("gd,cgd->gc", query[0, -1, ::3], last).numpy())
-    scale = np.abs(products[0]).max()
-    moved = [np.abs(x - products[0]).max() / scale for x in products[1:]]
-    assert (max(moved) < 1e-4) if phi == "mlp_rope" else (min(moved) > 1e-2), moved
-
-
-def test_keys_that_compression_rotates_are_scaled_as_others_are(both):
-    """The MLP's, by the rates and the length of rotated keys."""
-    module, twin = both(
-        phi="mlp_rope", rope_scaling=ROWS["norms"]["rope_scaling"], qk_norm_eps=1e-3
-    )
-    spec = module.spec
-    key = projected(module, tokens(30), np.arange(30)[None])[1].compressed
-    plain = nsa_torch.compress(key, module.phi_k_mlp.params(), config=spec.config).detach()
-    middle = np.arange(plain.shape[1], dtype=np.float32)[None] * spec.d + (spec.l - 1) / 2
-    turns = dict(base=spec.rope_base, scaling=spec.rope_scaling)
-    want = apply_rope(jnp.asarray(plain.numpy()), jnp.asarray(middle), **turns)
-    close(compressed_keys(module, twin, key), want, 1e-5)
 
 
 def loops(key, weight, position, before):

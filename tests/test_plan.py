@@ -30,21 +30,40 @@ def normal(*shape, dtype=torch.bfloat16):
     return torch.randn(shape, generator=make).to(dtype)
 
 
-def call(mode, sizes, kv_len=None, cu_seqlens=None, indices=False, gate_dtype=torch.bfloat16):
+def call(
+    mode,
+    sizes,
+    kv_len=None,
+    cu_seqlens=None,
+    indices=False,
+    dtype=torch.bfloat16,
+    gate_dtype=torch.bfloat16,
+):
     """Arguments of an operator of all steps."""
     B, T, S, H, Hkv, D, Dv, config = sizes
     if cu_seqlens is not None:
         B, S = 1, T
     C = S if mode.compresses else config.num_compressed(S)
-    tokens = [normal(B, n, Hkv, width) for width in (D, Dv) for n in (C, S, S)]
+    tokens = [normal(B, n, Hkv, width, dtype=dtype) for width in (D, Dv) for n in (C, S, S)]
     tokens = [tokens[1], tokens[4]] if mode.shared else tokens
-    gates = normal(B, T, H, 3, dtype=gate_dtype).sigmoid().unbind(-1)
+    gates = normal(B, T, H, 3, dtype=gate_dtype).sigmoid()
+    gates = [gates] if mode.joined else gates.unbind(-1)
     chosen = None
     if indices:
         chosen = torch.full((B, T, Hkv, config.num_selected), -1, dtype=torch.int32)
         chosen[..., 0] = 0
     place = planned.layout(config, S if kv_len is None else kv_len, cu_seqlens)
-    return [normal(B, T, H, D), *tokens, *gates, chosen, False, *place]
+    return [normal(B, T, H, D, dtype=dtype), *tokens, *gates, chosen, False, *place]
+
+
+def of_step(kind, sizes, **how):
+    """Tensors of an operator of one step, and its other arguments."""
+    query, *rest = call(GIVEN, sizes, **how | {"indices": True})
+    tokens, (indices, *place), step = rest[:6], rest[9:], kind.split("/")[-1]
+    if step not in BRANCHES:
+        return [query, tokens[0]], place
+    lists = [indices] if step == "selected" else []
+    return [query, *tokens[BRANCHES.index(step) :: 3], *lists], place
 
 
 def both_ways(function: Planned, arguments):
@@ -109,18 +128,12 @@ SINGLE = {x: x.split("/")[1] for x in planned.KINDS if not x.startswith("attenti
 @pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
 def test_single_steps(kind, where, path):
     """Keys are wider than the narrowest values that kernels have."""
-    arguments = call(GIVEN, SIZES["wide"], indices=True, **where)
-    query, tokens, (indices, finite, *place) = arguments[0], arguments[1:7], arguments[10:]
-    operator, step = planned.KINDS[kind], kind.split("/")[-1]
-    if operator.backward is None:
-        both_ways(operator.run, [query, tokens[0], finite, *place])
-        return
-    pair = tokens[BRANCHES.index(step) :: 3]
-    lists = [indices] if step == "selected" else []
-    given = [query, *pair, *lists, finite, *place]
+    tensors, place = of_step(kind, SIZES["wide"], **where)
+    operator, given = planned.KINDS[kind], [*tensors, *place]
     found = both_ways(operator.run, given)
-    grads = both_ways(operator.backward, [found[0].flip(1), *found[operator.kept], *given])
-    assert len(grads) == operator.floats
+    if operator.backward is not None:
+        grads = both_ways(operator.backward, [found[0].flip(1), *found[operator.kept], *given])
+        assert len(grads) == operator.floats
 
 
 @pytest.mark.parametrize("most", [0, 2**12])
@@ -132,22 +145,9 @@ def test_a_workspace_of_any_size(most, path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("where", ["rows", "packed"])
 def test_gates_in_one_tensor(dtype, where, path):
-    arguments = call(GIVEN, ROWS, gate_dtype=dtype, **WHERE[where])
-    check_all(path, GIVEN, arguments)
-    *before, a, b, c = arguments[: GIVEN.count]
-    joined = [*before, torch.stack([a, b, c], -1), *arguments[GIVEN.count :]]
-    mode = GIVEN.with_joined_gates()
-    check_all(path, mode, joined)
-    outs = path.planned(mode, "forward")(*joined) + path.planned(GIVEN, "forward")(*arguments)
-    assert torch.equal(*outs)
-    for keep in "saving", "recomputing":
-        apart, together = path.planned(GIVEN, keep), path.planned(mode, keep)
-        out, *kept = together(*joined)
-        assert torch.equal(out, apart(*arguments)[0])
-        *grads, dgates = together.backward(out.flip(1), *kept, *joined)
-        want = apart.backward(out.flip(1), *kept, *arguments)
-        assert dgates.dtype is dtype and torch.equal(dgates, torch.stack(want[-3:], -1))
-        assert all(map(torch.equal, grads, want[:-3]))
+    """Apart, too."""
+    for mode in (GIVEN, GIVEN.with_joined_gates()):
+        check_all(path, mode, call(mode, ROWS, gate_dtype=dtype, **WHERE[where]))
 
 
 @pytest.mark.parametrize("most", [0, 2**22], ids=["large", "small"])
