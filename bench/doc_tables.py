@@ -270,21 +270,19 @@ def parity(found: Sequence[Record] | None = None) -> str:
         paths = sorted(DEVICE.parent.glob("*/compare.jsonl"))
         found = [r for path in paths for r in records.read(path)]
     problem = operator.attrgetter(*"B T S H Hkv D Dv dtype input".split())
-    lines = []
-    for (device, *_), group in render.judged(found, "device").items():
-        new = {problem(r) for r in group if r.error_rms is not None}
-        badness = lambda r: (r.status != "ok", r.error_rms is not None, r.bound_share or 0.0)
-        worst, count = max(group, key=badness), len({*map(problem, group)})
-        fate, old = "ok", count - len(new)
-        if worst.status != "ok":
-            fate = f"{worst.status}: {worst.reason}"
-        elif old and worst.branch != "scores":  # which are judged by their own rule
-            fate += f"{f', {old} of {count}' if new else ''} by max and mean only"
-        line = dataclasses.asdict(worst) | {"device": device, "problems": count, "fate": fate}
-        line |= {"status": "ok", "longest": max(r.T for r in group)}
-        each = {"dtypes": {r.dtype for r in group}, "groups": {r.H // r.Hkv for r in group}}
-        lines.append(line | {x: ", ".join(map(str, sorted(y))) for x, y in each.items()})
-    return made("parity", lines)
+    badness = lambda r: (r.status != "ok", r.error_rms is not None, r.bound_share or 0.0)
+    paths = [
+        {
+            "path": path,
+            "rows": rows,
+            "worst": max(rows, key=badness),
+            "problems": {*map(problem, rows)},
+            "judged_by_rms": {problem(r) for r in rows if r.error_rms is not None},
+            "groups": {r.H // r.Hkv for r in rows},
+        }
+        for path, rows in render.judged(found, "device").items()
+    ]
+    return render.filled("parity.md.jinja", paths=paths)
 
 
 @functools.cache

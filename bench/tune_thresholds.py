@@ -200,7 +200,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         tuned = tune(found, wanted, FLAGS.margin)
     except ValueError:
-        print("\n".join(found.left_out()), file=sys.stderr)
+        print(render.filled("left_out.txt.jinja", found=found), end="", file=sys.stderr)
         raise
     (device,) = found.devices
     # This prints the thresholds with the rows that were used, and the rows that were not used.

@@ -222,11 +222,9 @@ def variant(kernel: str, shape: str, name: str, time: float, commit: str | None)
 
 def keep(done: Iterable[Record], name: str) -> None:
     """Append records to the file `name` in the folder of their device."""
-    by_device: dict[str, list[Record]] = {}
-    for record in done:
-        by_device.setdefault(record.device, []).append(record)
-    for device, kept in by_device.items():
-        append(folder_of(device) / name, kept)
+    done = list(done)
+    for device in dict.fromkeys(record.device for record in done):
+        append(folder_of(device) / name, [record for record in done if record.device == device])
 
 
 def read(path: str | Path) -> list[Record]:

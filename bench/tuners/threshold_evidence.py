@@ -89,13 +89,6 @@ class Evidence:
     devices: set[str]
     notes: Notes
 
-    def left_out(self) -> list[str]:
-        """Return the excluded rows as one line per reason."""
-        return [
-            f"{len(places)} {'row' if len(places) == 1 else 'rows'}, the first {places[0]}: {text}"
-            for text, places in self.notes.items()
-        ]
-
 
 def evidence(rows: Iterable[Row], device: str | None = None) -> Evidence:
     """Return the pairs of times that the rows contain. A threshold has the pairs of the measured
