@@ -428,20 +428,6 @@ def line(group: Group, kind: Kind) -> dict[str, Any]:
     return {name: x for name, x in found.items() if x is not None}
 
 
-def _with_distances(group: Group) -> Group:
-    """Return the pairs of runs for which copied passages were measured by distance."""
-    measured = [
-        {seed for seed, x in kind.runs.items() if str(DISTANCES[0]) in x.values}
-        for kind in group.kinds
-    ]
-    kinds = [
-        Kind(kind.label, {k: kind.runs[k] for k in kind.runs if k in seeds & measured[0]})
-        for kind, seeds in zip(group.kinds, measured, strict=True)
-    ]
-    there = [kind for kind in kinds if kind.runs]
-    return Group(group.name, there if len(there) > 1 else [], kinds[0])
-
-
 def rows(name: str, group: Group) -> list[list[str]]:
     """Return the cells of the table `quality_<name>` below its `head`. A kind without enough runs
     or measures has no row.
@@ -453,9 +439,16 @@ def rows(name: str, group: Group) -> list[list[str]]:
         # The kinds with the most pairs are shown.
         "summary": max([2, *(len(kind.runs) for kind in nsa)]),
     }
-    if name == "distances":
-        group = _with_distances(group)
     kinds = group.kinds
+    if name == "distances":  # of the pairs of runs that have them
+        has = lambda kind: {x for x, y in kind.runs.items() if str(DISTANCES[0]) in y.values}
+        kinds = [
+            Kind(kind.label, {x: kind.runs[x] for x in sorted(has(kind) & has(group.dense))})
+            for kind in group.kinds
+        ]
+        group = Group(group.name, kinds, kinds[0])
+        kinds = [kind for kind in kinds if kind.runs]
+        kinds = kinds if len(kinds) > 1 else []
     if name in least:
         kinds = [kind for kind in nsa if len(kind.runs) >= least[name]]
     if name == "found":

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from .. import tables
 from ..harness.markdown import commits, length, number
 from ..harness.records import FIELDS, Record
@@ -99,18 +101,8 @@ def note(record: Record) -> str:
     """Return the note of a row. The note has the row's reason, the number of rows whose selection
     differs, and the implementations that could not run.
     """
-    parts = [record.reason] if record.reason else []
-    if record.rows_differ:
-        parts.append(f"the selection differs from the oracle in {record.rows_differ} rows")
-    if record.branch == "all" and record.refused:
-        names = dict.fromkeys(name.rpartition(".")[2] for name in record.refused)
-        parts.append(
-            f"implementations that refused before it: {', '.join(names)} (--explain gives the "
-            "reasons)"
-        )
-    else:
-        parts += [f"not {name}: {reason}" for name, reason in record.refused.items()]
-    return "; ".join(parts).replace("\n", " ")
+    names = (name.rpartition(".")[2] for name in record.refused)
+    return filled("note.txt.jinja", r=record, names=names)
 
 
 def heading(records: Sequence[Record]) -> str:
@@ -158,13 +150,13 @@ def plot(records: Sequence[Record], path: Path) -> None:
     figure = Figure(figsize=(9, 1.5 + 0.28 * max(len(timed), 1)))
     axes = figure.subplots()
     colors = {"jax": "tab:blue", "torch": "tab:orange"}
-    for place, record in enumerate(timed):
-        time, p20, p80 = record.times_ms or (0.0, 0.0, 0.0)
-        bar = [[time - p20], [p80 - time]]
-        axes.barh(place, time, color=colors[record.framework], xerr=bar)
-        axes.text(p80 * 1.05, place, f"{time:.3g}", va="center", size=8)
-    labels = [f"{r.branch}  {r.framework} {r.implementation}" for r in timed]
-    axes.set_yticks(range(len(timed)), labels)
+    times = np.array([r.times_ms for r in timed]).reshape(-1, 3)
+    ms, p20, p80 = times.T
+    places = np.arange(len(timed))
+    axes.barh(places, ms, color=[colors[r.framework] for r in timed], xerr=[ms - p20, p80 - ms])
+    for place, (time, _, end) in enumerate(times):
+        axes.text(end * 1.05, place, f"{time:.3g}", va="center", size=8)
+    axes.set_yticks(places, [f"{r.branch}  {r.framework} {r.implementation}" for r in timed])
     axes.invert_yaxis()
     if timed:
         axes.set_xscale("log")

@@ -15,6 +15,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from nsa_core import policy
 
@@ -35,48 +36,23 @@ type Row = tuple[str, Record]  # with its location, <file>:<line>
 type Notes = dict[str, list[str]]  # the locations of excluded rows by reason
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A kernel's row and its baseline on the same problem. Times are in milliseconds. A speed-up is
-    0 if the kernel failed.
+class Pair(NamedTuple):
+    """A kernel's row and its baseline on the same problem. Times are in milliseconds. The length is
+    in tokens, or in selected keys.
     """
 
     row: Record
     where: str
+    length: int
+    kernel_ms: float | None  # None if the kernel failed, for the reason that `problem` has
     over: str  # the baseline of the threshold
     over_ms: float | None
-    portable_ms: float | None  # time of the portable path
-
-    @property
-    def length(self) -> int:
-        """The length in tokens, or in selected keys."""
-        if self.row.branch == "selected":
-            return self.row.config["num_selected"] * self.row.config["select_block"]
-        return max(self.row.T, self.row.S)
-
-    @property
-    def kernel_ms(self) -> float | None:
-        """The time of the kernel, or None if the kernel failed. If the kernel failed, `problem`
-        has the reason."""
-        return self.row.times_ms and self.row.times_ms[0]
+    speed_up: float  # over the baseline, or 0 if the kernel failed
+    over_portable: float | None  # the speed-up over the portable path if it is another baseline
 
     @property
     def problem(self) -> str:
         return render.filled("pair.txt.jinja", row=self.row, kernel_ms=self.kernel_ms)
-
-    @property
-    def speed_up(self) -> float:
-        """The speed-up of the kernel over its baseline."""
-        return self.over_ms / self.kernel_ms if self.kernel_ms and self.over_ms else 0.0
-
-    @property
-    def over_portable(self) -> float | None:
-        """The speed-up of the kernel over the portable path if the baseline is `masked` and both
-        the kernel and the portable path have times, otherwise None.
-        """
-        if self.over != MASKED or not self.kernel_ms or not self.portable_ms:
-            return None
-        return self.portable_ms / self.kernel_ms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +130,14 @@ def _pairs(kernel: str, group: Sequence[Row], notes: Notes) -> Iterator[Pair]:
         text = f"{name}: no time of {over} on the problem{''.join(sorted(told))}"
         notes[text].append(where)
         return
-    yield Pair(slowest, where, over, least.get(over), least.get(portable))
+    length = max(slowest.T, slowest.S)
+    if slowest.branch == "selected":
+        length = slowest.config["num_selected"] * slowest.config["select_block"]
+    ms = slowest.times_ms and slowest.times_ms[0]
+    base, other = least.get(over), least.get(portable)
+    gain = base / ms if base and ms else 0.0
+    beside = other / ms if other and ms and over == MASKED else None
+    yield Pair(slowest, where, length, ms, over, base, gain, beside)
 
 
 def read_records(path: str | Path) -> list[Row]:
