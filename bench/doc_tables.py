@@ -223,16 +223,17 @@ def first_call(device: str) -> str:
     return render.filled("first_call.md.jinja", stages=stage.values(), **stage)
 
 
-def _crossovers() -> dict[str, tuple[str, crossover.Panel]]:
-    """Return the panels of the first chart of `bench.report` by name, each with its device."""
+def _crossovers() -> tuple[str, list[crossover.Panel]]:
+    """Return the device and the panels of the first chart of `bench.report`."""
     report = sources.read(sorted((DEVICE.parent / CHARTED).glob("*.jsonl")))
-    found = crossover.panels(report.records, report.training_lines)
-    return {x.name: (device, x) for device, panels in found.items() for x in panels}
+    (found,) = crossover.panels(report.records, report.training_lines).items()
+    return found
 
 
 def crossovers() -> str:
     """Return the table of crossovers in the first chart of `bench.report`."""
-    return render.filled("crossovers.md.jinja", found=_crossovers().values())
+    device, panels = _crossovers()
+    return render.filled("crossovers.md.jinja", device=device, panels=panels)
 
 
 def parallel_training(device: str = DEVICE.name) -> str:
@@ -354,7 +355,7 @@ def drawn(old: str, data: Any, draw: Callable[[], str]) -> str:
 
 def crossover_picture(old: str) -> str:
     """Return `docs/crossover.svg`."""
-    each = [panel for _, panel in _crossovers().values()]
+    _, each = _crossovers()
     data = [(x.name, x.answer, x.curves) for x in each if x.drawn]
     return drawn(old, data, lambda: plots.answers(each))
 

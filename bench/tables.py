@@ -71,25 +71,31 @@ class _Template(string.Formatter):
 TEMPLATE = _Template()
 
 
-def cell(template: str, line: Line) -> str:
-    """Fill a template with the values of a line, and return the text. If the template shows a time
-    and the line failed, return the status. If the path was refused or a field has no value, return
-    `-`.
+def text(template: str, line: Line) -> str:
+    """Fill a template with the values of a line, and return the text. If a field has no value,
+    return `-`.
     """
-    if line.get("status", "ok") != "ok" and "ms:" in template:
-        return MISSING if line["status"] == REFUSED else line["status"]
     try:
         return TEMPLATE.vformat(template, (), line)
     except KeyError:  # there is no such field, or the field has no value
         return MISSING
 
 
+def cell(template: str, line: Line) -> str:
+    """Return `text`. If the template shows a time and the line failed, return the status. If the
+    path was refused, return `-`.
+    """
+    if line.get("status", "ok") != "ok" and "ms:" in template:
+        return MISSING if line["status"] == REFUSED else line["status"]
+    return text(template, line)
+
+
 def rows(name: str, lines: Iterable[Line]) -> list[dict[str, str]]:
-    """Return the cells of each line by the title of the column, for a table with one row per
-    line.
+    """Return the text of each line by the title of the column, for a table with one row per line,
+    whatever the status of the line.
     """
     kind = KINDS[name]
-    return [{title: cell(x, line) for title, x in kind["cells"].items()} for line in lines]
+    return [{title: text(x, line) for title, x in kind["cells"].items()} for line in lines]
 
 
 def columns(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def _decided(pairs: Sequence[Pair], margin: float) -> Values:
         "value": value,
         "over": pairs[0].over,
         **portable,
-        "files": sorted({_file(pair) for pair in pairs}),
+        "files": sorted({records.shown(x.where).rpartition(":")[0] for x in pairs}),
         "commits": sorted({pair.row.commit for pair in pairs if pair.row.commit}),
         "time": max(pair.row.time for pair in pairs) or None,
         "rows": len(pairs),
@@ -130,16 +130,12 @@ def _decided(pairs: Sequence[Pair], margin: float) -> Values:
                 "length": pair.length,
                 "speed_up": round(pair.speed_up, 3),
                 **({"over_portable": round(x, 3)} if (x := pair.over_portable) else {}),
-                "row": f"{_file(pair)}:{pair.where.rpartition(':')[2]}",
+                "row": records.shown(pair.where),
                 "problem": pair.problem,
             }
             for pair in slowest
         ],
     }
-
-
-def _file(pair: Pair) -> str:
-    return records.shown(pair.where.rpartition(":")[0])
 
 
 def lifted(rules: Sequence[Values], evidence: Values) -> tuple[list[Values], list[str]]:

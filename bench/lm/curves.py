@@ -2,7 +2,7 @@
 loss curves."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,13 +126,7 @@ def run_table(lines: Sequence[Line]) -> list[dict[str, str]]:
         for run, h in last(lines, Header).items()
         if run in ends and run in curves
     ]
-    return _rows("runs", found)
-
-
-def _rows(name: str, found: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
-    return tables.rows(
-        name, (line | {"status": "ok", "fate": line["status"]} for line in found)
-    )
+    return tables.rows("runs", found)
 
 
 def devices(header: Header) -> str:
@@ -148,7 +142,7 @@ def devices(header: Header) -> str:
 
 def speed_table(lines: Sequence[Line]) -> list[dict[str, str]]:
     """Return a table of the cost of a step."""
-    return _rows("speeds", (dataclasses.asdict(x) for x in lines if isinstance(x, Speed)))
+    return tables.rows("speeds", (dataclasses.asdict(x) for x in lines if isinstance(x, Speed)))
 
 
 class Curve(NamedTuple):

@@ -118,7 +118,7 @@ def markdown(records: Sequence[Record]) -> str:
     notes, lines = list(dict.fromkeys(filter(None, map(note, records)))), []
     for record, speed_up in zip(records, speed_ups(records), strict=True):
         said, extra = note(record), record.extra_peak_bytes
-        about = {"status": "ok", "fate": record.status, "speed_up": speed_up}
+        about: tables.Line = {"speed_up": speed_up}
         about |= {"extra_mib": "n/a" if extra is None else f"{extra / 2**20:.1f}"}
         about["note"] = f"[{notes.index(said) + 1}]" if said else ""
         lines.append(dataclasses.asdict(record) | about)
