@@ -91,8 +91,8 @@ def cell(template: str, line: Line) -> str:
 
 
 def rows(name: str, lines: Iterable[Line]) -> list[dict[str, str]]:
-    """Return the text of each line by the title of the column, for a table with one row per line,
-    whatever the status of the line.
+    """Return the text of each line by the title of the column, for a table with one row per line.
+    The status of a line does not matter.
     """
     kind = KINDS[name]
     return [{title: text(x, line) for title, x in kind["cells"].items()} for line in lines]
