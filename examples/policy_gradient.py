@@ -80,13 +80,23 @@ def padded_products(rows: int = 64) -> torch.library.Library:
     """As long as the result exists, compute products of CUDA tensors with at least `rows` rows.
     Libraries choose the order of sums by the number of rows, and a decode step has few."""
 
+    def padded(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left = F.pad(left, (0, 0, 0, max(0, rows - len(left))))
+        return left, left.new_empty(len(left), right.shape[1])
+
     def mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        padded = F.pad(left, (0, 0, 0, max(0, rows - len(left))))
-        out = left.new_empty(len(padded), right.shape[1])
-        return torch.mm(padded, right, out=out)[: len(left)]
+        more, out = padded(left, right)
+        return torch.mm(more, right, out=out)[: len(left)]
+
+    def addmm(
+        bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **how
+    ) -> torch.Tensor:
+        more, out = padded(left, right)
+        return torch.addmm(bias, more, right, **how, out=out)[: len(left)]
 
     library = torch.library.Library("aten", "IMPL")
-    library.impl("mm", mm, "CUDA")
+    for product in (mm, addmm):
+        library.impl(product.__name__, product, "CUDA")
     return library
 
 
@@ -137,7 +147,8 @@ def main(argv: list[str] | None = None) -> int:
         old, gaps, outside = sampled, [], []
         for update in range(flags.updates):
             rounded = {name: x.to(dtype) for name, x in model.named_parameters()}
-            logits = torch.func.functional_call(sampler, rounded, (texts,)).logits
+            given = rounded, texts, {"use_cache": False}
+            logits = torch.func.functional_call(sampler, *given).logits
             shares = logits[:, flags.prompt_tokens - 1 : -1].float().softmax(-1)
             new = shares.gather(2, answers[..., None])[..., 0].log()
             if update == 0 and flags.old == "trainer":

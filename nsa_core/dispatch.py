@@ -84,6 +84,24 @@ def layer_note(
     }
 
 
+INVARIANT = "invariant"  # an implementation that is used only if all branches name it
+
+
+def one_name(implementation):
+    """Return "invariant" if all branches name it, and otherwise `implementation`.
+
+    Raises:
+      NotImplementedError: Some branches name "invariant", and others do not.
+    """
+    if not isinstance(implementation, Branches) or INVARIANT not in implementation:
+        return implementation
+    if {*implementation} != {INVARIANT}:
+        raise NotImplementedError(
+            f"{INVARIANT}: all branches must have this implementation, got {(*implementation,)}"
+        )
+    return INVARIANT
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """An implementation of one step.
@@ -272,6 +290,7 @@ class Registry:
         if step is not None:
             names = dict.fromkeys(STEPS) | {step: implementation}
         else:
+            implementation = one_name(implementation)
             names = Branches.each(implementation)._asdict()
             for name in names.values():
                 self.entry("scores", name)  # this checks the name
@@ -282,10 +301,9 @@ class Registry:
         choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
         refused, whole = dict[str, str](), None
         for entry in self.table.get(WHOLE, ()):
-            others = [x for x in choices if x.implementation != entry.name]
-            if len(others) == len(choices):  # no step runs on it
+            if entry.name == INVARIANT != choices[0].implementation:
                 continue
-            other = next(iter(others), None)
+            other = next((x for x in choices if x.implementation != entry.name), None)
             if other is not None:
                 reason = f"{other.step} runs on {other.implementation}"
             else:

@@ -22,6 +22,7 @@ from nsa_core import paged_append, validate
 from nsa_core.cache_contents import Contents, Facts, facts_of, summary
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
+from nsa_core.dispatch import one_name
 from nsa_core.paged_append import KINDS
 from nsa_core.paged_layout import PAGES, first_slot
 from nsa_core.types import Branches
@@ -265,7 +266,7 @@ def cached_attention(
     # Everything is decided before a token is written, so that a refused call leaves the cache
     # unchanged.
     by_torch = recorded or torch.compiler.is_compiling()
-    decided = None
+    decided, implementation = None, one_name(implementation)
     if not by_torch and config == cache.config:
         rows = query, gates, pages, whole.page_table, lengths, scale
         decided = paged_attend.decide_step(*rows, implementation)

@@ -22,7 +22,15 @@ from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded
 from nsa_core import debug, policy
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch import FUNCTIONS, WHOLE, Implementation, Problem, Registry, layer_note
+from nsa_core.dispatch import (
+    FUNCTIONS,
+    INVARIANT,
+    WHOLE,
+    Implementation,
+    Problem,
+    Registry,
+    layer_note,
+)
 from nsa_core.steps import mosaic_forward
 from nsa_core.types import Branches
 from nsa_torch import fa2, operators, plans
@@ -31,7 +39,6 @@ from nsa_torch.operators import config_of, requires_grad
 from nsa_torch.plain import constant
 from nsa_torch.torch_ops import device_name
 
-INVARIANT = "invariant"  # the name of the implementation, and of its module
 COMPILER = (
     "needs a C compiler and the compiler in JAX's CUDA plugin (pip install 'jax[cuda13]'), or "
     "kernels that are already built (python -m nsa_interop.build)"
@@ -167,6 +174,8 @@ def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
     Under `torch.compile` the choice is a constant of the compiled code, regardless of the number
     of tokens.
     """
+    if implementation == INVARIANT and step is not None:
+        raise NotImplementedError(f"{step}: {INVARIANT}: runs only all steps together")
     # This is a plain tuple, like all arguments that torch.compile treats as constants.
     names = tuple(implementation) if isinstance(implementation, Branches) else implementation
     fields: Any = _chosen(names, step, *problem)

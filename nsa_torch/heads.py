@@ -162,6 +162,7 @@ def project(
     gate: nn.Module | None = None,
     raw_keys: int = 0,
     convolve: Callable[[Tensor], Tensor] | None = None,
+    may_fuse: bool = True,
 ) -> QKV:
     """Compute the query, and the keys and values of each branch, from `x` [B, T, dim]. Query and
     keys are normalized and rotated.
@@ -177,6 +178,8 @@ def project(
         keys are the first in the list.
       convolve: A function that is applied to the projected keys of all branches, `[B, T,
         columns]`, or None.
+      may_fuse: Whether the products of many tokens may be fused. The fused product rounds the
+        logits of the gates twice.
 
     Raises:
       ValueError: The projections do not have the number of columns of all heads, or `x` does not
@@ -184,7 +187,7 @@ def project(
     """
     layers = query, *keys, *values
     # An exported program must support any number of tokens.
-    few = torch.compiler.is_exporting() or math.prod(x.shape[:-1]) < FUSED_FROM
+    few = not may_fuse or torch.compiler.is_exporting() or math.prod(x.shape[:-1]) < FUSED_FROM
     plain = not few and all(_is_plain(each, x) for each in layers)
     fused = plain and len({each.bias is None for each in layers}) == 1
     beside = None  # the gate, if its product is fused with the other projections

@@ -13,6 +13,7 @@ training. No tile is gathered, since the order of sums would then depend on othe
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa_torch import mosaic, operators
@@ -30,5 +31,8 @@ def attention(*tensors: Any, recompute: bool = False, **options: Any) -> Tensor:
         raise NotImplementedError(
             "invariant: recompute must be False, since other kernels compute the branches again"
         )
+    query, key = tensors[:2]
+    if torch.compiler.is_compiling() and query.shape[1] != key.selected.shape[1]:
+        raise NotImplementedError("invariant: torch.compile needs a query per key")
     saving = lambda mode, _: PATH.kind(mode, operators.SAVING)
     return operators.all_steps(saving, *tensors, **options)

@@ -22,7 +22,7 @@ from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
 from nsa_core.context_layout import check as check_layout
-from nsa_core.dispatch import Choices
+from nsa_core.dispatch import INVARIANT, Choices
 from nsa_core.layer import KIND_MODULE, spec_of, take_kind
 from nsa_core.types import Branches
 from nsa_torch import cache, checks, context, functional, geometry, heads
@@ -379,6 +379,7 @@ class NSAAttention(nn.Module):
             gate=gate,
             raw_keys=int(spec.phi == "mlp_rope"),
             convolve=convolve,
+            may_fuse=self.implementation != INVARIANT,
         )
         if spec.gate == "selected":
             gates = self.gate(query)
@@ -518,7 +519,7 @@ class NSAAttention(nn.Module):
             convolve = lambda key: self.key_conv(key, position, before(key))
         query, key, value, gates = self.project(x, position, convolve)
         longest = length if varlen is None else varlen.max_seqlen or length
-        if longest < self.dense_below:
+        if longest < self.dense_below and self.implementation != INVARIANT:
             out = self._dense(query, key.selected, value.selected, cu_seqlens)
             return self.out(out.flatten(2)), None
         if spec.gate == "selected" and not (any(Branches.each(self.implementation)) or ranks):

@@ -159,11 +159,12 @@ def check_invariant(cache: PagedCache, params: Any) -> None:
     Args:
       params: The compressors of new tokens.
     """
-    kind = dict(cache.contents.said).get("phi_k", "avg")
-    if cache.separate or params not in (None, (None, None)) or kind != "avg":
+    said = dict(cache.contents.said)
+    learned = {said.get(name, "avg") for name in ("phi_k", "phi_v")} != {"avg"}
+    if cache.separate or cache.is_fp8 or learned or params not in (None, (None, None)):
         raise NotImplementedError(
-            f"{dispatch.INVARIANT}: attention to a cache needs keys and values that all branches "
-            "share, and compressed tokens that are means"
+            f"{dispatch.INVARIANT}: attention to a cache needs keys and values in 16 bits that all "
+            "branches share, and compressed tokens that are means"
         )
 
 
@@ -404,6 +405,8 @@ def explain(
 ) -> Choice:
     """Report which implementation `paged_attention` would choose for these arguments."""
     paged_layout.check_cache(cache)
+    if implementation == dispatch.INVARIANT:
+        check_invariant(cache, None)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
     max_seqlen_q = paged_layout.longest_row(
         checks.read, max_seqlen_q, cu_seqlens_q, inputs.capacity

@@ -250,6 +250,17 @@ def test_a_layer_whose_columns_are_sharded(fused_from, monkeypatch):
         module(x)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+def test_gates_of_invariant_layers_are_rounded_once(monkeypatch):
+    set_limits(monkeypatch, fused_heads_from=1)
+    module = layer(gate="head").bfloat16()
+    x = torch.from_numpy(drawn(1, 40, 24)).bfloat16()
+    wanted = module.gate(x).sigmoid().view(1, 40, -1, 3)
+    for module.implementation, equal in ((None, False), ("invariant", True)):
+        gates = module.project(x, torch.arange(40)[None])[3]
+        assert torch.equal(gates, wanted) == equal
+
+
 def waves(x):
     return torch.sin(torch.arange(x.numel(), device=x.device)).view(x.shape)
 

@@ -146,7 +146,7 @@ def _cudnn(problem: Problem, branches) -> Iterator[Job]:
             unsupported=peer_nsa_triton.package_why_not(CUDNN, problem) or "",
             function=functools.partial(_cudnn_selected, problem.config.select_block),
             library=True,
-            note=f"{CUDNN} {records.version(CUDNN)}",
+            note=f"{CUDNN} {records.version(CUDNN)}; the time includes counting each list's blocks",
         )
 
 

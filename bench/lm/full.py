@@ -1,4 +1,4 @@
-"""Attention to all keys in the training of models with NSA. Trained models do not need it.
+"""Attention to all keys in the training of models with NSA.
 
 In a full layer, the selected branch attends to all keys:
 
@@ -13,8 +13,8 @@ In a full layer, the selected branch attends to all keys:
 
       smooth_l1(full, stop_gradient(sparse)) + smooth_l1(sparse, stop_gradient(full))
 
-With a third option, `teacher`, a layer selects the blocks to which the same layer of a dense model
-attends most.
+Only steps of training have full layers. With a third option, `teacher`, a layer selects the blocks
+to which the same layer of a dense model attends most, in training and in evaluations.
 """
 
 from typing import Any

@@ -83,6 +83,13 @@ class ModelSpec:
         for name in TORCH_ONLY[1:-1]:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        for name in WHOLE_ROWS:
+            if getattr(self, name) and self.attention == "dense":
+                default = getattr(ModelSpec, name)
+                raise ValueError(f"{name} must be {default!r} if attention is dense")
+        for name in WHOLE_ROWS[2:]:
+            if getattr(self, name) and self.layer.phi != "avg":
+                raise ValueError(f"{name} needs phi=avg, got {self.layer.phi}")
         if self.attention == "dense" and (
             self.layer.bias or self.layer.qk_norm_eps is not None
         ):

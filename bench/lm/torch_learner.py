@@ -184,8 +184,8 @@ class Learner:
         indices. Every process must call this method."""
         found: list[tuple[np.ndarray, np.ndarray]] = []
         hooks = [
-            block.attention.register_forward_pre_hook(
-                lambda module, inputs: found.append(_observed(module, inputs[0]))
+            block.norm_attention.register_forward_hook(
+                lambda module, given, x, at=block.attention: found.append(_observed(at, x))
             )
             for block in self._blocks()
             if isinstance(block.attention, NSAAttention)
