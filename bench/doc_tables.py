@@ -189,8 +189,8 @@ def made(name: str, lines: Iterable[Line]) -> str:
         row: list[Any] = [cell(x, line) for x in kind["row"].values()]
         row += (repr(line[x]) for x in kind.get("apart", ()))
         found.setdefault((*row,), {})[cell(kind.get("column", ""), line)] = line
-    for names, of in found.items():  # a refused call is no cell
-        found[names] = {x: y for x, y in of.items() if y.get("status") != REFUSED}
+    for names, of in found.items():  # a refused call has no column
+        found[names] = {x: y for x, y in of.items() if not x or y.get("status") != REFUSED}
     if needs := {*kind.get("needs", ())}:
         found = {names: of for names, of in found.items() if needs & of.keys()}
     seen = dict.fromkeys(x for of in found.values() for x in of)
