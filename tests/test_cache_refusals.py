@@ -275,18 +275,9 @@ def held(cache):
     return [cache.length, *cache.pages.tensors().values()]
 
 
-FAILURES = [
-    ({"implementation": "mosaic"}, NotImplementedError, "mosaic"),
-    ({"new_lengths": torch.tensor([34, 3])}, ValueError, r"must be in 0\.\.33, got "),
-    ({"new_lengths": torch.tensor([-1, 3])}, ValueError, r"must be in 0\.\.33, got "),
-    ({}, MemoryError, None),
-    ({"new_lengths": torch.tensor([33, 20])}, MemoryError, None),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "said"), FAILURES)
-def test_a_step_that_fails_appends_nothing(options, error, said, monkeypatch):
-    """Refused, or as where memory ended; torch writes in place: who catches it may try again."""
+@pytest.mark.parametrize("options", [{}, {"new_lengths": torch.tensor([33, 20])}], ids=str)
+def test_a_step_that_fails_appends_nothing(options, monkeypatch):
+    """As where memory ended; torch writes in place: who catches it may try again."""
     given = [torch.randn(2, 63, *x) for x in ((6, 8), (2, 8), (2, 5), (6, 3))]
 
     def run(part, cache, **options):
@@ -299,12 +290,10 @@ def test_a_step_that_fails_appends_nothing(options, error, said, monkeypatch):
     def fails(*_, **__):
         raise MemoryError
 
-    with monkeypatch.context() as patch, pytest.raises(error, match=said):
-        if error is MemoryError:
-            pretend.machine(patch, attend=fails)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        pretend.machine(patch, attend=fails)
         run(slice(30, 63), caches[0], **options)
     assert caches[0].longest == 30 and caches[0].length.tolist() == [30, 30]
-    options = options if error is MemoryError else {}
     assert torch.equal(*(run(slice(30, 63), cache, **options) for cache in caches))
     assert len({(cache.longest, cache.contents) for cache in caches}) == 1
     for one, two in zip(*map(held, caches), strict=True):

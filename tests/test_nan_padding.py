@@ -15,7 +15,7 @@ from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention
 from nsa_torch.huggingface import NSAModel, NSAModelCache, NSAModelConfig, NSAPagedModelCache
 from tests.limits import set_limits
-from tests.model_sizes import MODELS
+from tests.model_sizes import MODELS, SMALLEST
 from tests.problems import SMALL
 
 SIZES, LAYERS = MODELS["small layer"], MODELS["padded"]
@@ -107,10 +107,7 @@ MASK[:, REAL:] = 0
 def model():
     """Of a layer of NSA and a dense one."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    kinds = SMALL.as_dict() | dict(attention=["nsa", "dense"])
-    return NSAModel(NSAModelConfig(**sizes, **heads, **kinds))
+    return NSAModel(NSAModelConfig(**SMALLEST, attention=["nsa", "dense"]))
 
 
 @pytest.mark.parametrize(

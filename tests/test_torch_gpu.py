@@ -5,6 +5,7 @@ sequences without queries or keys, more sequences than one call takes, no wait f
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from nsa_torch import NSAAttention, NSAConfig
 from tests.oracles.nsa import BRANCHES
 from tests.problems import FEW, PAPER, Case, problem
 from tests.reach import check_torch
-from tests.torch_inputs import run, steps
+from tests.torch_inputs import normal, run, steps
 
 pytestmark = pytest.mark.gpu
 
@@ -37,10 +38,7 @@ def test_fa2_gpu_what_nan_reaches(branch):
     check_torch(problem(REACH_ON_GPU), branch, "fa2", "cuda")
 
 
-def bf16(*shape):
-    make = torch.Generator("cuda").manual_seed(sum(shape))
-    x = torch.randn(shape, generator=make, device="cuda", dtype=torch.bfloat16)
-    return x.requires_grad_()
+bf16 = functools.partial(normal, device="cuda")
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

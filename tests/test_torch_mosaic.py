@@ -5,8 +5,6 @@ Without a GPU the kernels run in Pallas' interpreter: what torch computes around
 
 import dataclasses
 import functools
-import itertools
-import operator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -22,13 +20,14 @@ from nsa_torch import (
 )
 from nsa_torch.shared import SHARED
 from tests import planned, pretend
+from tests.caches import Rows, Sizes, TorchPages, Turn, call_of, check, tables
 from tests.devices import BOTH, HOPPER
 from tests.limits import forget, set_limits
 from tests.oracles.nsa import BRANCHES
 from tests.problems import FEW, PAPER, SMALL, TABLE, TINY, problem
 from tests.reach import NUMBERS, check_torch
 from tests.test_torch_gpu import REACH_ON_GPU
-from tests.torch_inputs import run, steps
+from tests.torch_inputs import inputs, normal, run, steps
 
 
 @pytest.fixture
@@ -52,18 +51,7 @@ def device(request):
     return request.param
 
 
-def normal(*shape, device="cpu", dtype=torch.bfloat16):
-    make = torch.Generator(device).manual_seed(sum(shape))
-    x = torch.randn(shape, generator=make, device=device, dtype=dtype)
-    return x.requires_grad_()
-
-
-def inputs(T, S, H, Hkv, D, Dv, B=1, device="cpu"):
-    """Query, key, value and gates."""
-    make = functools.partial(normal, device=device)
-    tokens = make(B, T, H, D), make(B, S, Hkv, D), make(B, S, Hkv, Dv)
-    return *tokens, make(B, T, H, 3)
-
+HALF = {"dtype": "bfloat16", "gate_dtype": "bfloat16"}
 
 # In the interpreter
 
@@ -174,47 +162,22 @@ def test_what_nan_reaches(branch, device):
     check_torch(p, branch, "mosaic", device, NUMBERS[:: 2 if device == "cpu" else 1])
 
 
-def check_chunks(device, sizes, config, lengths, count, separate):
-    """A chunk of each row on pages, as attention over whole rows; what no query may look at is NaN.
-    Returns the call, and what it gave.
+def check_chunks(sizes, lengths, count, device="cpu"):
+    """A chunk of each row on pages; what no query may look at is NaN. Returns the call, and what it
+    gave.
     """
-    heads, kv_heads, *widths = sizes
-    options = {"dtype": torch.bfloat16, "device": device}
-    rows, pages = len(lengths), -(-max(lengths) // config.select_block)
-    pool = rows * pages + 3
-    torch.manual_seed(3)
-    table = torch.randperm(pool)[: rows * pages].view(rows, pages).int().to(device)
-    cache = nsa_torch.PagedCache(
-        pool, kv_heads, *widths, separate=separate, config=config, **options
-    )
-    for x in cache.tensors().values():
-        x.fill_(torch.nan)
-    copies = 3 if separate else 1
-    own = [  # of each row keys and values, by branch
-        [[torch.randn(n, kv_heads, w, **options) for _ in range(copies)] for w in widths]
-        for n in lengths
-    ]
-    branches = Branches._make if separate else operator.itemgetter(0)
-    new = [branches([*map(torch.cat, zip(*x, strict=True))]) for x in zip(*own, strict=True)]
-    bounds = lambda counts: torch.tensor([0, *itertools.accumulate(counts)]).int().to(device)
-    at = table, torch.tensor(lengths, dtype=torch.int32, device=device)
-    nsa_torch.append(cache, *new, *at, cu_seqlens_q=bounds(lengths))
-    query = torch.randn(count * rows, heads, widths[0], **options)
-    gates = torch.rand(count * rows, heads, 3, **options)
-    call = functools.partial(
-        nsa_torch.paged_attention,
-        *(query, gates, cache, *at, bounds([count] * rows)),
-        runs=plan_runs([count * i for i in range(rows + 1)], lengths, config.select_block),
-        implementation="mosaic",
-    )
-    out = call()
-    for i, tokens in enumerate(own):
-        mine = slice(count * i, count * (i + 1))
-        pair = (branches([x[None] for x in each]) for each in tokens)
-        whole = query[mine][None], *pair, gates[mine][None]
-        want = nsa_torch.attention(*whole, config=config, implementation="sdpa")
-        torch.testing.assert_close(out[mine], want[0], rtol=2e-2, atol=2e-2)
-    return call, out
+    page, batch = sizes.config.select_block, len(lengths)
+    width = -(-max(lengths) // page)
+    path = TorchPages(sizes, device, "mosaic", pool=batch * width + 3, width=width)
+    runs = plan_runs([count * i for i in range(batch + 1)], lengths, page)
+    path.attend = functools.partial(path.attend, runs=runs, implementation="mosaic")
+    rows, table = Rows(sizes, lengths), tables(lengths, sizes.config, path.pool, width)
+    begin = [n - count for n in lengths]
+    turns = [Turn([0] * batch, begin, attends=False)] if any(begin) else []
+    turns.append(Turn(begin, lengths))
+    (out,) = check(path, turns, rows, table, bound=2e-2)
+    call = call_of(rows, table, turns[-1], [*range(batch)])
+    return functools.partial(path.attend, call), out
 
 
 def copied_first(monkeypatch):
@@ -225,11 +188,11 @@ def test_chunks_on_pages(interpreted, monkeypatch):
     """A row that ends within a page, and one that ends with it; pages in no order. The bits are
     those of copies.
     """
-    call, out = check_chunks("cpu", (10, 1, 16, 32), SMALL, [37, 48], 20, separate=True)
+    call, out = check_chunks(Sizes(10, 1, 16, 32, SMALL, separate=True, **HALF), [37, 48], 20)
     (selected,) = (x for x in interpreted if x.name == "selected_forward")
     assert selected.spec.pages == 3
     copied_first(monkeypatch)
-    assert torch.equal(call(), out)
+    assert (call() == out).all()
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -283,10 +246,11 @@ def test_invariant_chunks_and_steps_have_the_bits_of_training():
 @pytest.mark.parametrize("lengths", [[4096 + 70], [3000, 704], [40]], ids=str)
 @torch.no_grad()
 def test_chunks_on_pages_on_a_gpu(lengths, separate, monkeypatch):
-    sizes = (32, 2, 128, 128), dataclasses.replace(PAPER, num_selected=8)
-    call, out = check_chunks("cuda", *sizes, lengths, min(300, *lengths), separate)
+    config = dataclasses.replace(PAPER, num_selected=8)
+    sizes = Sizes(32, 2, 128, 128, config, separate=separate, **HALF)
+    call, out = check_chunks(sizes, lengths, min(300, *lengths), "cuda")
     copied_first(monkeypatch)
-    assert torch.equal(call(), out)
+    assert (call() == out).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")

@@ -17,7 +17,8 @@ from nsa_torch import NSAConfig
 from tests import planned, pretend
 from tests.model_sizes import MODELS
 from tests.oracles.nsa import BRANCHES
-from tests.torch_inputs import Inputs, on_the_cpu, run
+from tests.problems import FEW
+from tests.torch_inputs import inputs, on_the_cpu, run, steps
 from tests.torch_sizes import Sizes
 
 
@@ -29,16 +30,16 @@ def _cpu(monkeypatch):
 
 def test_selected_nan_of_a_sequence_reaches_no_other():
     """Empty slots read no token of another row or sequence."""
-    x, bounds = Inputs(60, 60, B=1), torch.tensor([0, 25, 49])
-    indices = x.steps("reference", x.query, x.key, x.value, cu_seqlens=bounds)["indices"][0]
-    leaves = x.query, x.key, x.value
+    *leaves, _ = inputs(60, 60, dtype=torch.float64)
+    bounds = torch.tensor([0, 25, 49])
+    indices = steps("reference", *leaves, FEW, cu_seqlens=bounds)["indices"][0]
     results = []
     for number in (0.0, float("nan")):
         tensors = [t.detach().clone() for t in leaves]
         for t in tensors:
             t[:, :25] = number
         tensors = [t.requires_grad_() for t in tensors]
-        how = {"config": x.config, "cu_seqlens": bounds, "implementation": "sdpa"}
+        how = {"config": FEW, "cu_seqlens": bounds, "implementation": "sdpa"}
         out, lse = nsa_torch.selected_attention(*tensors, indices, **how)
         found = out, lse, *torch.autograd.grad(out.sum(), tensors)
         results.append([t[:, 25:] for t in found])
@@ -50,16 +51,16 @@ def test_memory_is_bounded_forward_and_backward(name, monkeypatch):
     """No [T, S] or [T, C] for all heads, no copy of all selected keys: only chunks."""
     pretend.machine(monkeypatch, fa2_kernel=lambda q, k, v, *_, **__: hollow(q, k, v))
     config = NSAConfig(8, 4, 16, num_selected=8, window=32)
-    x = Inputs(256, 256, H=8, Hkv=2, D=4, Dv=4, B=1, config=config)
+    *tensors, _ = inputs(256, 256, 8, 2, 4, 4, dtype=torch.float64)
     largest = {}
     for implementation in (name, "reference"):
         with Sizes() as mode:
-            found = x.steps(implementation, x.query, x.key, x.value)
+            found = steps(implementation, *tensors, config)
             sum(found[b][0].sum() for b in BRANCHES).backward()
         largest[implementation] = mode.bytes
-    inputs = 256 * 8 * 4 * 8
+    small = 2 * 256 * 8 * 4 * 8
     assert largest["reference"] > 2_000_000
-    assert largest[name] <= max(2 * inputs, 10 * 50_000) < 2_000_000
+    assert largest[name] <= max(small, 10 * 50_000) < 2_000_000
 
 
 def hollow(query, key, value):
@@ -73,19 +74,19 @@ def hollow(query, key, value):
 @pytest.mark.parametrize("name", ["query", "key", "value", "k_cmp", "indices", "borders"])
 def test_what_the_backward_pass_reads_must_stay(name, recompute):
     """An argument that was written to since the forward pass is an error, not another gradient."""
-    x = Inputs(40, 40, B=1)
-    given = {"query": x.query, "key": x.key, "value": x.value}
+    query, key, value, gates = inputs(40, 40, dtype=torch.float64)
+    given = {"query": query, "key": key, "value": value}
     given = {k: v.detach().clone().requires_grad_() * 1 for k, v in given.items()}
-    options = {"config": x.config, "recompute": recompute}
+    options = {"config": FEW, "recompute": recompute}
     if name == "borders":
-        options["varlen"] = nsa_torch.varlen_metadata(torch.tensor([0, 9, 40]), config=x.config)
+        options["varlen"] = nsa_torch.varlen_metadata(torch.tensor([0, 9, 40]), config=FEW)
     else:
-        k_cmp, v_cmp = (nsa_torch.compress(y, config=x.config) for y in (x.key, x.value))
+        k_cmp, v_cmp = (nsa_torch.compress(y, config=FEW) for y in (key, value))
         options["compressed"] = k_cmp.detach() * given["key"].sum().sign(), v_cmp.detach()
         given["k_cmp"] = options["compressed"][0]
-        given["indices"] = nsa_torch.select_blocks(x.query, k_cmp, config=x.config)
+        given["indices"] = nsa_torch.select_blocks(query, k_cmp, config=FEW)
         options["block_indices"] = given["indices"]
-    tensors = given["query"], given["key"], given["value"], x.gates
+    tensors = given["query"], given["key"], given["value"], gates
     out = nsa_torch.attention(*tensors, **options)
     with torch.no_grad():
         if name == "borders":
@@ -107,10 +108,9 @@ def test_the_lse_of_fa2_has_no_gradient(compiled, monkeypatch):
         return query * 2, query.sum(-1).t().float()
 
     pretend.machine(monkeypatch, fa2_kernel=stand_in)
-    x = Inputs(40, 40, B=1)
-    query = x.query.detach().float().requires_grad_()
-    keys = nsa_torch.compress(x.key.detach().float(), config=x.config)
-    options = {"config": x.config, "kv_len": 40}
+    query, key, *_ = inputs(40, 40, dtype=torch.float32)
+    keys = nsa_torch.compress(key.detach(), config=FEW)
+    options = {"config": FEW, "kv_len": 40}
 
     def attend(query):
         return run("compressed", "fa2", query, keys, keys, **options)
@@ -161,15 +161,15 @@ def test_what_a_compiled_layer_keeps_lies_apart():
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_gradients_lie_as_compiled_programs_are_told(branch):
     """Of inputs whose axes are in another order in memory."""
-    x = Inputs(40, 40, B=2)
-    keys = [nsa_torch.compress(y, config=x.config) for y in (x.key, x.value)]
-    given = [x.query, *(keys if branch == "compressed" else (x.key, x.value))]
+    query, *pair, _ = inputs(40, 40, B=2, dtype=torch.float64)
+    keys = [nsa_torch.compress(y, config=FEW) for y in pair]
+    given = [query, *(keys if branch == "compressed" else pair)]
     turned = [y.detach().transpose(1, 2).contiguous().transpose(1, 2) for y in given]
     if branch == "selected":
-        turned.append(nsa_torch.select_blocks(x.query, keys[0], config=x.config))
-    grad = torch.randn(*x.query.shape[:3], x.value.shape[-1], dtype=x.query.dtype)
+        turned.append(nsa_torch.select_blocks(query, keys[0], config=FEW))
+    grad = torch.randn(*query.shape[:3], pair[1].shape[-1], dtype=query.dtype)
     kind = f"branch_attention/sdpa/{branch}/without_lse"
-    given = kind, grad, [], turned, False, *planned.layout(x.config, 40)
+    given = kind, grad, [], turned, False, *planned.layout(FEW, 40)
     operator = torch.ops.nsa.branch_attention_backward
     with FakeTensorMode(allow_non_fake_inputs=True):
         told = operator(*given)

@@ -36,6 +36,7 @@ from nsa_torch import NSAConfig, dispatch
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
 from tests import pretend, refusals
 from tests.limits import set_limits
+from tests.model_sizes import SMALLEST
 from tests.problems import SMALL
 from tests.stand_in_kernels import stand_ins
 from tests.tables import table
@@ -423,11 +424,9 @@ def test_names_under_torch_compile():
 
 def test_the_model_is_exported_and_compiled():
     torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, use_cache=False)
-    config = NSAModelConfig(**sizes, **heads, **SMALL.as_dict(), attention=["nsa", "dense"])
+    config = NSAModelConfig(**SMALLEST, use_cache=False, attention=["nsa", "dense"])
     model = NSAForCausalLM(config).eval()
-    ids = lambda batch, length: torch.arange(batch * length).view(batch, length) * 7 % 64
+    ids = lambda batch, length: torch.arange(batch * length).view(batch, length) * 7 % 32
     shape = {0: Dim("B", max=64), 1: Dim("T", min=17, max=2**16)}
     exported = torch.export.export(
         model, (), {"input_ids": ids(2, 40)}, dynamic_shapes={"input_ids": shape}

@@ -10,7 +10,6 @@ from nsa_torch import fa2
 from tests import pretend
 from tests.limits import set_limits
 from tests.oracles import fa2 as fa2_on_a_cpu
-from tests.problems import FEW
 
 
 @contextlib.contextmanager
@@ -38,20 +37,16 @@ def run(step, implementation, *tensors, **options):
     return getattr(nsa_torch, name)(*tensors, implementation=implementation, **options)
 
 
-class Inputs:
-    """Random float64 tensors of one shape, all of them leaves."""
+def normal(*shape, device="cpu", dtype=torch.bfloat16):
+    make = torch.Generator(device).manual_seed(sum(shape))
+    x = torch.randn(shape, generator=make, device=device, dtype=dtype)
+    return x.requires_grad_()
 
-    def __init__(self, T, S, H=6, Hkv=2, D=8, Dv=6, B=2, config=FEW, seed=0):
-        make = torch.Generator().manual_seed(seed)
-        normal = lambda *shape: torch.randn(
-            shape, generator=make, dtype=torch.float64, requires_grad=True
-        )
-        self.config, self.T, self.S = config, T, S
-        self.query, self.gates = normal(B, T, H, D), normal(B, T, H, 3)
-        self.key, self.value = normal(B, S, Hkv, D), normal(B, S, Hkv, Dv)
 
-    def steps(self, implementation, *tensors, **where):
-        return steps(implementation, *tensors, self.config, **where)
+def inputs(T, S, H=6, Hkv=2, D=8, Dv=6, B=1, **how):
+    """Query, key, value and gates."""
+    shapes = (T, H, D), (S, Hkv, D), (S, Hkv, Dv), (T, H, 3)
+    return [normal(B, *shape, **how) for shape in shapes]
 
 
 def steps(implementation, query, key, value, config, **where):
