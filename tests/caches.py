@@ -368,7 +368,9 @@ def restored(arrays):
 
 
 class JaxPages:
-    attending = staticmethod(jax.jit(nsa_jax.paged_attention, static_argnames="max_seqlen_q"))
+    attending = staticmethod(
+        jax.jit(nsa_jax.paged_attention, static_argnames=("max_seqlen_q", "implementation"))
+    )
     appending = staticmethod(jax.jit(nsa_jax.append, donate_argnums=0))
 
     pool, width = POOL, WIDTH
@@ -407,11 +409,8 @@ class JaxPages:
         count, at = len(call.new["query"]), (self.cache, call.table, call.lengths, call.starts)
         if call.starts is not None:
             options = {"max_seqlen_q": 8 if count <= 8 else 61} | options
-        if self.implementation is None:
-            out = self.attending(query, gates, *at, **options)
-        else:
-            options["implementation"] = self.implementation
-            out = nsa_jax.paged_attention(query, gates, *at, **options)
+        options["implementation"] = self.implementation
+        out = self.attending(query, gates, *at, **options)
         out = np.asarray(out).astype(np.float32)
         assert (out[count:] == 0).all(), "tokens of no row"
         return out[:count]

@@ -9,6 +9,7 @@ import nsa_jax
 from nsa_jax import Branches, context
 from tests import context_worker as worker
 from tests.context_worker import CASES, CONFIG, Case, axes_of
+from tests.oracles import nsa
 
 # By the mesh (data, context, heads) of each.
 CHOSEN = {"zigzag": (2, 2, 2), "contiguous": (1, 8, 1), "packed": (1, 4, 2)}
@@ -26,9 +27,8 @@ def gathered_again(name: str) -> int:
 def segments(case: Case):
     if case.lengths is None:
         return None
-    ids = np.full((1, case.length), -1, np.int32)
-    ids[:, : sum(case.lengths)] = np.repeat(np.arange(len(case.lengths)), case.lengths)
-    return jnp.asarray(ids)
+    rows = nsa.Rows(case.length, case.length, case.lengths)
+    return jnp.asarray(rows.tokens()[0][None].numpy(), jnp.int32)
 
 
 def calls(case: Case, x, ids):

@@ -8,15 +8,11 @@ import pytest
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from kernels_pallas.specs.tile import LOG2E
 from tests.oracles.list_kernels import emulated, interpreted
+from tests.tables import table
 
 SPECS = {
-    "tiles": RowStats(2, 9, 32, 2, 4, 64, gated=True),
-    "tiles with rows of none": RowStats(1, 7, 12, 2, 2, 16, gated=True),
-    "tokens": RowStats(2, 5, 8, 2, 1, 8, lse_grad=True),
-    "several CTAs": RowStats(1, 40, 6, 1, 10, 64),
-    "intervals": RowStats(1, 40, 6, 1, 10, 64, interval=True, gated=True),
+    name: RowStats(*sizes, **rest) for name, (sizes, rest) in table("lists")["stats"].items()
 }
-by_spec = pytest.mark.parametrize("name", SPECS)
 
 
 def draw(spec):
@@ -72,7 +68,7 @@ def check(spec, found, arrays):
         assert sign == (gate[b, t, h] < 0)
 
 
-@by_spec
+@pytest.mark.parametrize("name", SPECS)
 def test_warps(name):
     spec = SPECS[name]
     arrays = draw(spec)

@@ -44,7 +44,8 @@ from tests.caches import (
     tables,
 )
 from tests.limits import set_limits
-from tests.paths import to_jax
+from tests.oracles.nsa import BRANCHES
+from tests.paths import steps_of_torch
 from tests.problems import Case, problem
 
 OWN = Sizes(H=6, Hkv=1, Dv=8, separate=True)
@@ -340,30 +341,12 @@ def test_decode_counters():
 
     The query's block is full, so that no selected row is cut off.
     """
-    length, config = 128, SMALL
-    p = problem(Case(1, length, Hkv=1, config=config))
-    query, *pair = map(to_jax, (p.query, *p.keys, *p.values))
-    small = [nsa_jax.compress(x, config=config) for x in pair]
-    indices = nsa_jax.select_blocks(query, small[0], config=config, kv_len=length)
-
-    def read(name, key, value, *indices, **options):
-        """Value rows with a gradient."""
-        function = getattr(nsa_jax, f"{name}_attention")
-        loss = lambda v: (
-            function(query, key, v, *indices, config=config, **options)[0] ** 2
-        ).sum()
-        return int(
-            (np.abs(np.asarray(jax.jit(jax.grad(loss))(value))).sum((0, 2, 3)) > 0).sum()
-        )
-
-    found = [
-        read("compressed", *small, kv_len=length),
-        read("selected", *pair, indices),
-        read("sliding", *pair),
-    ]
+    p = problem(Case(1, 128, Hkv=1, config=SMALL))
+    found, config = steps_of_torch(p, "sdpa", only=BRANCHES), SMALL
+    rows = [found[f"{x}.dvalue"].abs().sum((0, 2, 3)).count_nonzero() for x in BRANCHES]
     selected = config.num_selected * config.select_block
-    assert found == [config.num_compressed(length), selected, config.window]
-    assert sum(found) == config.reads(length)
+    assert rows == [config.num_compressed(128), selected, config.window]
+    assert sum(rows) == config.reads(128)
 
 
 def test_what_fp8_saves():

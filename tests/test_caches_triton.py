@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import nsa_jax
-from nsa_core.dispatch import Problem
 from nsa_jax.jax_ops import compiled_for
 from nsa_torch import NSAConfig, paged_attend
 from tests import interpreted_triton, pretend, refusals, triton_compile
@@ -35,6 +34,7 @@ from tests.caches import (
 )
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
+from tests.posed import pose
 from tests.tables import table
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
@@ -128,10 +128,9 @@ def test_a_row_depends_on_nothing_else():
     assert (first[0] == second[0]).all() and (first[1] != second[1]).any()
 
 
-def problem(**changes) -> Problem:
-    sizes = {"B": 8, "T": 1, "S": 8192, "H": 64, "Hkv": 4, "D": 128, "Dv": 128}
-    rest = {"packed": False, "config": NSAConfig(), "capability": (8, 0)}
-    return Problem("torch", "decode", "cuda", "bfloat16", **sizes, **rest)._replace(**changes)
+def problem(**changes):
+    sizes = {"B": 8, "T": 1, "H": 64, "Hkv": 4, "D": 128, "Dv": 128, "device": None}
+    return pose("decode", 8192, **sizes | {"capability": (8, 0)} | changes)
 
 
 HOPPER = {"capability": (9, 0)}

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import nsa_torch
-from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables
-from tests import pretend
+from tests import pretend, refusals
 from tests.problems import SMALL
 from tests.stand_in_kernels import stand_ins
+from tests.tables import table
 
 ROOT = Path(nsa_torch.__file__).parents[1]
+TABLE = table("test_call_depth")
 PACKAGES = "nsa_torch", "interop", "nsa_jax", "nsa_core", "kernels_pallas"
 
 
@@ -40,15 +41,7 @@ def frames(function):
     return result, len(found), len(set(found))
 
 
-@pytest.mark.parametrize(
-    ("gradients", "packed", "first", "most"),
-    [
-        (False, None, 900, 20),
-        (True, None, 1000, 20),
-        (False, "varlen", 1200, 24),
-        (False, "cu_seqlens", 1200, 60),
-    ],
-)
+@pytest.mark.parametrize(("gradients", "packed", "first", "most"), TABLE["calls"])
 def test_a_call_takes_few_frames(gradients, packed, first, most, monkeypatch):
     """Calls of Python functions of the library in a new call and in a known one, and files that
     they are in. Of borders alone the tables are made in each call, by kernels in whose place
@@ -78,19 +71,10 @@ def test_a_call_takes_few_frames(gradients, packed, first, most, monkeypatch):
 
 # A step of one token is one launch, unless the compressor is learned. More tokens than a kernel on
 # pages supports are a chunk of a prompt.
-@pytest.mark.parametrize(
-    ("options", "tokens", "first", "most"),
-    [
-        ({}, 1, 1200, 55),
-        ({"config": NSAConfig(window=100)}, 1, 1200, 55),
-        ({"qk_norm_eps": 1e-6, "bias": True, "key_taps": 3, "w": 200}, 1, 1200, 62),
-        ({"phi": "mlp_pe", "w": 300}, 1, 1200, 340),
-        ({"w": 400}, 100, 1300, 430),
-    ],
-    ids=["default", "config", "norms", "learned", "chunk"],
-)
+@pytest.mark.parametrize(("options", "tokens", "first", "most"), TABLE["steps"], ids=str)
 @torch.no_grad()
 def test_a_step_of_a_layer_takes_few_frames(options, tokens, first, most, monkeypatch):
+    options = refusals.given(options)
     layer = nsa_torch.NSAAttention(64, 4, 1, 64, 64, implementation="mosaic", **options)
     layer = layer.bfloat16()
     cache, x = layer.init_cache(2, 300), torch.randn(2, tokens, 64).bfloat16()

@@ -30,20 +30,19 @@ from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import lowering
 from kernels_pallas.specs.tile import Tile, slab_width
 from nsa_core import flags, policy
-from nsa_core.dispatch import Problem
 from nsa_jax import Branches, NSAConfig
 from nsa_jax.dispatch import REGISTRY
 from nsa_torch import dispatch as torch_dispatch
 from nsa_torch import fa2
 from tests import pretend, refusals, test_mosaic_compiled
-from tests.measured import problem
+from tests.measured import GPU, problem
+from tests.posed import pose
 from tests.problems import SMALL, Case
 from tests.stand_in_kernels import stand_ins
 from tests.tables import table
 from tests.torch_inputs import run as run_step
 
 REGISTRIES = {"jax": REGISTRY, "torch": torch_dispatch.REGISTRY}
-GPU = "NVIDIA Test 80GB"
 FILE = "nvidia-test-80gb.yaml"
 FAKE = 60  # the first index of GPUs that no other test asks about
 
@@ -61,14 +60,6 @@ def device(tmp_path, monkeypatch):
         return tmp_path / FILE
 
     return write
-
-
-def pose(step, length=512, framework="torch", **changes) -> Problem:
-    values = dict(platform="cuda", dtype="bfloat16", B=1, T=length, S=length, H=8, Hkv=2)
-    values |= dict(D=64, Dv=64, packed=False, config=NSAConfig(), device=GPU)
-    # A GPU on which Triton is no default.
-    values |= dict(capability=(8, 7), framework=framework, step=step)
-    return Problem(**values | changes)
 
 
 def chosen(problem, name=None):

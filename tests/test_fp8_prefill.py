@@ -22,7 +22,6 @@ from bench.judge.parity import assert_parity, check_parity
 from kernels_pallas.mosaic import capability
 from kernels_pallas.specs import fp8
 from nsa_core.config import FLOAT8
-from nsa_core.dispatch import Problem
 from nsa_core.plan.kernels import kernels_of_layer
 from nsa_core.varlen import KeyTiles
 from nsa_torch import Branches, NSAConfig
@@ -33,6 +32,7 @@ from tests.jaxprs import equations
 from tests.oracles import fp8 as model
 from tests.oracles import nsa
 from tests.paths import named, to_jax
+from tests.posed import pose
 from tests.problems import CASES, TABLE, Case, array, problem
 
 PAPER = NSAConfig(compute_dtype=FLOAT8)
@@ -159,10 +159,7 @@ def test_what_refuses_it(call, said):
 
 @pytest.mark.parametrize(("change", "reason", "_"), refusals.rows("mosaic in 8 bits"))
 def test_what_kernels_refuse(change, reason, _):
-    problem = Problem(
-        *("torch", "attention", "cuda", "bfloat16", 1, 64, 64, 16, 1, 64, 64, False, PAPER),
-        capability=(9, 0),
-    )
+    problem = pose("attention", 64, H=16, Hkv=1, config=PAPER, capability=(9, 0), device=None)
     assert capability.why_not(problem) is None
     changed = problem._replace(**refusals.given(change))
     found = capability.why_not(changed)

@@ -19,7 +19,6 @@ import kernels_pallas
 import nsa_jax
 from kernels_pallas.mosaic import capability, mainloop, operands
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch import Problem
 from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_gather
 from nsa_jax.dispatch import REGISTRY
@@ -28,6 +27,7 @@ from tests.devices import needs_gpu
 from tests.jaxprs import equations
 from tests.limits import set_limits
 from tests.paths import of_jax, steps_of_jax, to_jax
+from tests.posed import pose
 from tests.problems import CASES, PAPER, SMALL, TABLE, TINY, check, problem
 from tests.problems import FAR as FAR_BLOCKS
 from tests.tables import table
@@ -196,9 +196,7 @@ def test_partials_are_at_most_half_an_output(monkeypatch):
 
 # Refusals
 
-FIT = Problem(
-    "jax", "selected", "gpu", "bfloat16", 1, 8, 8, 4, 2, 64, 64, False, PAPER, capability=(9, 0)
-)
+FIT = pose("selected", 8, "jax", platform="gpu", H=4, capability=(9, 0), device=None)
 
 
 @pytest.mark.parametrize(("change", "reason", "_"), refusals.rows("mosaic"))

@@ -23,6 +23,9 @@ from tests.limits import set_limits
 from tests.oracles import fa2, nsa
 from tests.paths import PATHS, to_jax
 from tests.problems import CASES, SMALL, STEP_NAMES, Case, Ragged, array, problem
+from tests.tables import table
+
+LIMITS = table("paths")["limits"]
 
 
 @pytest.fixture
@@ -37,23 +40,6 @@ def in_chunks(monkeypatch):
 def long_chunks(monkeypatch):
     """Longer than all queries, as on a GPU."""
     set_limits(monkeypatch, short_chunk=sdpa.SHORT_CHUNK | {"cpu": 1024})
-
-
-@pytest.fixture
-def large_chunks(monkeypatch):
-    """Several in every call of a GPU."""
-    set_limits(monkeypatch, torch_chunk_bytes=2**20)
-
-
-@pytest.fixture
-def token_by_token(monkeypatch):
-    set_limits(monkeypatch, jax_chunk_bytes=1)
-
-
-@pytest.fixture
-def in_pieces(monkeypatch):
-    """Partial sums of Mosaic kernels are many, so that there is something to add up."""
-    set_limits(monkeypatch, min_interval=1, item_entries=4)
 
 
 @pytest.fixture
@@ -115,12 +101,6 @@ small_triton = pytest.fixture(interpreted_triton.small)
 
 
 @pytest.fixture
-def long_lists(monkeypatch):
-    """Query lists with whole tiles of rows behind a block's own tokens."""
-    set_limits(monkeypatch, triton_segment=256)
-
-
-@pytest.fixture
 def fa2_on_a_cpu(monkeypatch, in_chunks):
     pretend.machine(monkeypatch, fa2_kernel=fa2.varlen)
 
@@ -139,7 +119,10 @@ def rows(cases):
 
 def run(request, path, part, p, **options):
     for fixture in PATHS[path].fixtures:
-        request.getfixturevalue(fixture)
+        if fixture in LIMITS:
+            set_limits(request.getfixturevalue("monkeypatch"), **LIMITS[fixture])
+        else:
+            request.getfixturevalue(fixture)
     return getattr(PATHS[path], part)(p, **options)
 
 

@@ -7,38 +7,18 @@ from transformers import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4
 
 import nsa_torch
+from tests.model_sizes import MODELS
 
-B, T, EMBED, HEADS, KV_HEADS, WIDTH = 2, 61, 64, 6, 2, 16
-INDEX_HEADS, INDEX_WIDTH, RATIO, BUDGET = 2, 16, 4, 20
+B, T, SIZES = 2, 61, MODELS["qsa"]
+HEADS, KV_HEADS = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
+INDEX_HEADS, RATIO, BUDGET = (
+    SIZES[f"indexer_{x}"] for x in ("n_heads", "compress_ratio", "budget")
+)
 
 
 def layer():
     torch.manual_seed(0)
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    config = Qwen4ExpTextConfig(
-        vocab_size=64,
-        hidden_size=EMBED,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=WIDTH,
-        layer_types=["full_attention"] * 2,  # whose name the configuration changes
-        indexer_n_heads=INDEX_HEADS,
-        indexer_kv_heads=1,
-        indexer_head_dim=INDEX_WIDTH,
-        indexer_budget=BUDGET,
-        indexer_compress_ratio=RATIO,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        eos_token_id=2,
-        rope_parameters=rope | {"mrope_section": [2, 1, 1]},
-    )
+    config = Qwen4ExpTextConfig(**SIZES)
     config._attn_implementation = "eager"
     module = qwen4.Qwen4ExpTextAttention(config, 0)
     for weight in module.parameters():
@@ -86,7 +66,7 @@ def on_blocks(weights, x, cos, sin):
 def test_a_layer_is_transformers():
     """But for queries whose last block and the next one have the same score, zero as a rule."""
     module, embedding = layer()
-    x, position = torch.randn(B, T, EMBED), torch.arange(T)
+    x, position = torch.randn(B, T, SIZES["hidden_size"]), torch.arange(T)
     hidden = torch.finfo(torch.float32).min
     causal = torch.zeros(T, T).masked_fill(position > position[:, None], hidden)
     cos, sin = embedding(x, position[None, None].expand(3, B, -1))

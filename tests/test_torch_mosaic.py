@@ -5,6 +5,7 @@ Without a GPU the kernels run in Pallas' interpreter: what torch computes around
 
 import dataclasses
 import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -202,7 +203,10 @@ def test_invariant_chunks_and_steps_have_the_bits_of_training():
     blocks of keys; with `mosaic`, a chunk that begins within a work item has other bits.
     """
     config = NSAConfig(compress_block=8, compress_stride=4, num_selected=4, window=130)
-    tokens = [x.detach() for x in inputs(150, 150, 16, 1, 64, 64, B=2)]
+    sizes = Sizes(16, 1, 64, 64, config, **HALF)
+    rows = Rows(sizes, [150, 150])
+    names = "query", "selected_key", "selected_value", "gates"
+    tokens = [torch.stack([*map(torch.from_numpy, rows.tokens[x])]).bfloat16() for x in names]
     how = {"config": config, "implementation": "invariant"}
     whole = nsa_torch.attention(*tokens, **how)
     with torch.enable_grad():
@@ -218,27 +222,19 @@ def test_invariant_chunks_and_steps_have_the_bits_of_training():
         at = slice(first, first + 2)
         out = nsa_torch.attention(*part(at), config=config, implementation=name)
         assert torch.equal(out, whole[:, at]) == equal, name
-    options = {"config": config, "dtype": torch.bfloat16}
-    cache, used = nsa_torch.init_cache(2, 192, 1, 64, 64, **options), 0
+    cache = nsa_torch.init_cache(2, 192, 1, 64, 64, config=config, dtype=torch.bfloat16)
+    used = 0
     for count in (141, 1):
         new = [x[:, used : used + count].contiguous() for x in tokens]
         out, _ = nsa_torch.cached_attention(*new, cache, implementation="invariant")
         assert torch.equal(out, whole[:, used : used + count]), count
         used += count
-    pages = nsa_torch.PagedCache(6, 1, 64, 64, **options)
-    table = torch.tensor([[4, 0, 2], [1, 5, 3]], dtype=torch.int32)
-    used, ends = [0, 0], [[133, 60], [134, 63]]  # rows of different lengths
-    for end in ends:
-        which = [(row, slice(*at)) for row, at in enumerate(zip(used, end, strict=True))]
-        query, key, value, gates = (
-            torch.cat([x[row, at] for row, at in which]) for x in tokens
-        )
-        starts = torch.tensor([0, end[0] - used[0], sum(end) - sum(used)], dtype=torch.int32)
-        at = pages, table, torch.tensor(end, dtype=torch.int32), starts
-        new = {"key": key, "value": value, "implementation": "invariant"}
-        out = nsa_torch.paged_attention(query, gates, *at, **new)
-        assert torch.equal(out, torch.cat([whole[row, at] for row, at in which])), end
-        used = end
+    path, table = TorchPages(sizes, pool=6, width=3), tables([150, 150], config, 6, 3)
+    for begin, end in itertools.pairwise(([0, 0], [133, 60], [134, 63])):  # different lengths
+        call = call_of(rows, table, Turn(begin, end), [0, 1])
+        out = path.attend(call, new=True, implementation="invariant")
+        want = [whole[row, slice(*at)] for row, at in enumerate(zip(begin, end, strict=True))]
+        assert (out == torch.cat(want).double().numpy()).all(), end
 
 
 @pytest.mark.gpu

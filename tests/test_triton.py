@@ -17,16 +17,15 @@ import nsa_jax
 import nsa_torch
 from kernels_pallas.triton import capability
 from kernels_pallas.triton import tiling as tilings
-from nsa_core.dispatch import Problem
 from nsa_jax import dispatch as jax_dispatch
 from nsa_jax.jax_ops import compiled_for
 from nsa_torch import NSAConfig, dispatch
-from tests import interpreted_triton, pretend, problems, refusals
+from tests import interpreted_triton, posed, pretend, problems, refusals
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
 from tests.oracles.nsa import BRANCHES
 from tests.paths import named, negated, same, steps_of_jax, steps_of_torch
-from tests.problems import PAPER, SMALL
+from tests.problems import SMALL
 from tests.reach import NUMBERS, check_torch
 from tests.tables import table
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
@@ -209,10 +208,8 @@ EVERYWHERE = pytest.mark.skipif(INTERPRETED, reason="needs no kernel: not run on
 
 def pose(device=L4, framework="torch", **changes):
     """A problem on a GPU that need not be there."""
-    values = dict(framework=framework, step="selected", platform="cuda", dtype="bfloat16")
-    values |= dict(B=1, T=4096, S=4096, H=64, Hkv=4, D=128, Dv=128, packed=False)
-    values |= dict(config=PAPER, capability=CAPABILITIES[device], device=device)
-    return Problem(**values | changes)
+    sizes = dict(H=64, Hkv=4, D=128, Dv=128, device=device, capability=CAPABILITIES[device])
+    return posed.pose("selected", 4096, framework, **sizes | changes)
 
 
 @pytest.fixture

@@ -2,7 +2,10 @@
 library's index work around FA-2 needs no GPU, and is tested with it.
 """
 
+import itertools
+
 import torch
+import torch.nn.functional as F
 
 from tests.oracles import nsa
 
@@ -19,38 +22,21 @@ def varlen(query, key, value, bounds, longest, *, causal, window, scale):
     assert longest[0] > 1 or window >= 0 or heads == kv_heads
     query = Unwritten.apply(query, query_bounds[-1])
     key, value = (Unwritten.apply(x, key_bounds[-1]) for x in (key, value))
-    places, inside = zip(*map(sequence_rows, bounds), strict=True)
-    query_row, key_row = places
-    mask = inside[0][:, :, None] & inside[1][:, None]
-    lengths = [x.diff()[:, None, None] for x in bounds]
-    ahead = torch.arange(key_row.shape[1]) - torch.arange(query_row.shape[1])[:, None]
-    ahead = ahead - lengths[1] + lengths[0]  # keys after the query's own, bottom right
-    if causal or window >= 0:
-        mask = mask & (ahead <= 0)
-    if window >= 0:
-        mask = mask & (ahead >= -window)
     wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value)]
-    # What a sequence does not have is read by none of its rows.
-    given = [
-        torch.where(there[..., None, None], x[row], 0)
-        for x, row, there in zip(
-            wide, (query_row, key_row, key_row), inside[:1] + inside[1:] * 2, strict=True
-        )
-    ]
-    some, some_lse, _ = nsa.attend(*given, mask[:, None], scale)
-    out = query.new_full((*query.shape[:2], value.shape[-1]), float("nan"))
-    lse = some_lse.new_full(query.shape[:2], float("nan"))
-    out = out.index_put((query_row[inside[0]],), some[inside[0]].to(out.dtype))
-    lse[query_row[inside[0]]] = some_lse[inside[0]].detach()
+    found = []
+    after = 0 if causal or window >= 0 else torch.inf
+    before = window if window >= 0 else torch.inf
+    for (a, b), (c, d) in zip(*(itertools.pairwise(x.tolist()) for x in bounds), strict=True):
+        # Keys after the query's own, bottom right.
+        ahead = torch.arange(c - d, 0) - torch.arange(a - b, 0)[:, None]
+        mask = (-before <= ahead) & (ahead <= after)
+        given = (x[None, i:j] for x, i, j in zip(wide, (a, c, c), (b, d, d), strict=True))
+        found.append(nsa.attend(*given, mask[None, None], scale)[:2])
+    some, lse = (torch.cat(x, dim=1)[0] for x in zip(*found, strict=True))
+    around = int(query_bounds[0]), query.shape[0] - int(query_bounds[-1])
+    out = F.pad(some.to(query.dtype), (0, 0, 0, 0, *around), value=torch.nan)
+    lse = F.pad(lse.detach(), (0, 0, *around), value=torch.nan)
     return out, lse.T.masked_fill(lse.T == -float("inf"), float("inf"))
-
-
-def sequence_rows(bounds):
-    """Rows of each sequence `[N, longest]`, and which of them there are."""
-    bounds = bounds.to(torch.int64)
-    step = torch.arange(int(bounds.diff().max()))
-    inside = step < bounds.diff()[:, None]
-    return torch.where(inside, bounds[:-1, None] + step, 0), inside
 
 
 class Unwritten(torch.autograd.Function):
