@@ -34,9 +34,9 @@ def arguments(kind, sizes, **how):
 
 def asked(kind):
     """Arguments of calls of many sizes, without memory."""
+    packs = not any(x in kind for x in ("shared", "separate", "pages"))
     how = [(sizes, {}) for sizes in SIZES.values()]
-    if "shared" not in kind and "separate" not in kind and "pages" not in kind:
-        how += [(SIZES["rows"], where) for where in WHERE.values()]
+    how += [(SIZES["rows"], x) for x in WHERE.values() if packs or "cu_seqlens" not in x]
     if "pages" not in kind:
         how += [
             (SIZES["late"], dict(dtype=torch.float16, gate_dtype=torch.float32, indices=True))
