@@ -18,6 +18,7 @@ from bench.judge.parity import FLOAT32_MAX
 from nsa_core.layer import PHI, LayerSpec
 from nsa_interop import weights
 from nsa_jax.nn import NSAAttention as JaxAttention
+from nsa_jax.nn import apply_rope
 from nsa_torch import NSAAttention as TorchAttention
 from tests.limits import set_limits
 from tests.model_sizes import MODELS
@@ -212,6 +213,20 @@ def test_a_cache_has_one_key_and_one_value_for_all_branches(made):
     mine, other = (made(kv=kv).init_cache(2, 40) for kv in ("shared", "separate"))
     assert mine.sliding_key is mine.sliding_value is None
     assert other.sliding_key.shape == mine.selected_key.shape
+
+
+@pytest.mark.parametrize(
+    "options", [{"rope_scale": 0.3}, {"rope_scaling": ROWS["norms"]["rope_scaling"]}], ids=str
+)
+def test_keys_that_compression_rotates_turn_as_others_do(options):
+    """The MLP's, by the rates, the scale and the length of rotated keys."""
+    module = in_torch(phi="mlp_rope", **options)
+    spec, key = module.spec, torch.randn(2, 30, 2, 8)
+    of = lambda params: nsa_torch.compress(key, params, config=spec.config).detach().numpy()
+    plain = jnp.asarray(of(module.phi_k_mlp.params()))
+    middle = np.arange(plain.shape[1], dtype=np.float32)[None] * spec.d + (spec.l - 1) / 2
+    turns = dict(base=spec.rope_base, scale=spec.rope_scale, scaling=spec.rope_scaling)
+    close(of(module.compress_params()[0]), apply_rope(plain, middle, **turns), 1e-5)
 
 
 def loops(key, weight, position, before):
