@@ -39,11 +39,12 @@ from tests.devices import needs_gpu
 from tests.model_sizes import MODELS
 from tests.model_sizes import SMALLEST as MODEL
 from tests.test_layers import in_jax, in_torch
+from tests.test_refusals import WORLDS
 
 FRAMEWORKS = {"jax": (nsa_jax, jnp.asarray), "torch": (nsa_torch, torch.tensor)}
 by_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
 LAYER = MODELS["layer"]
-zeros, int32 = torch.zeros, functools.partial(torch.tensor, dtype=torch.int32)
+EXPLAIN = {"jax": nsa_jax.paged.explain, "torch": paged_attend.explain}
 
 
 def layer_of(framework, **changed):
@@ -207,41 +208,17 @@ def test_a_cache_of_another_model_is_refused(paged):
 # Arguments.
 
 
-def pages(api=nsa_torch, **options):
-    options = {"config": SMALL, "dtype": FRAMEWORKS[api.__name__[4:]][1](0.0).dtype} | options
-    return api.PagedCache(4, 2, 8, 6, **options)
-
-
-ARGUMENTS = {
-    "key": zeros(2, 2, 8),
-    "value": zeros(2, 2, 6),
-    "query": zeros(2, 4, 8),
-    "gates": zeros(2, 4, 3),
-    "page_table": zeros(2, 3).int(),
-    "lengths": zeros(2).int(),
-}
-NAMES = {"append": ("cache", "key", "value"), "paged_attention": ("query", "gates", "cache")}
-
-
-def called(name, api=nsa_torch, place=None, **changes):
-    given, array = {"cache": pages(api)} | ARGUMENTS | changes, FRAMEWORKS[api.__name__[4:]][1]
-    if api is nsa_jax:
-        given = {k: array(x) if isinstance(x, torch.Tensor) else x for k, x in given.items()}
-    names = *NAMES.get(name, NAMES["paged_attention"]), "page_table", "lengths"
-    rest = {k: x for k, x in given.items() if k not in {"cache", *ARGUMENTS}}
-    return getattr(place or api, name)(*(given[x] for x in names), **rest)
-
-
 @pytest.mark.parametrize("name", ["mosaic", "triton"])
-@pytest.mark.parametrize("api", [nsa_torch, nsa_jax])
-def test_a_name_is_that_of_kernels_on_pages_where_rows_have_few_queries(api, name):
+@by_framework
+def test_a_name_is_that_of_kernels_on_pages_where_rows_have_few_queries(framework, name):
     """A layer has one name, for prompts and for steps: prompts run by it on gathered pages."""
-    more, place = int32([0, 9, 18]), paged_attend if api is nsa_torch else api.paged
-    assert called("explain", api, place).implementation == "gathered"
-    for count, starts in ((1, None), (8, None), (9, None), (9, more)):
-        given = {"query": zeros(2 * count, 4, 8), "gates": zeros(2 * count, 4, 3)}
-        given |= {"implementation": name, "cu_seqlens_q": starts}
-        call = functools.partial(called, "explain", api, place, **given)
+    world, explain = WORLDS[framework], EXPLAIN[framework]
+    assert explain(**world.arguments("paged_attention")).implementation == "gathered"
+    for count, starts in ((1, None), (8, None), (9, None), (9, "ints 0 9 18")):
+        changed = {"query": f"zeros {2 * count}x4x8", "gates": f"zeros {2 * count}x4x3"}
+        changed |= {"lengths": "ints 12 9", "cu_seqlens_q": starts}
+        given = world.arguments("paged_attention") | world.given(changed)
+        call = functools.partial(explain, **given, implementation=name)
         if count <= 8:
             with pytest.raises(NotImplementedError, match=f"decode: {name}: needs a"):
                 call()
@@ -392,24 +369,19 @@ def test_a_cache_is_copied_where_phi_alone_learns(phi):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
 def test_forward_mode_derivatives_of_caches_are_refused():
     """Pages pass none on, and a cache has no token of a step that is refused."""
-    cache, paged = nsa_torch.init_cache(1, 30, 2, 8, 6, config=SMALL), pages()
+    world = WORLDS["torch"]
+    cache, paged = world.rows(), world.pages()
     with forward_ad.dual_level():
-        query, key = (
-            forward_ad.make_dual(ARGUMENTS[x], ARGUMENTS[x]) for x in ("query", "key")
-        )
-        rows = (query, *(ARGUMENTS[x] for x in ("key", "value", "gates")))
-        at = ARGUMENTS["page_table"], ARGUMENTS["lengths"], zeros(2, 1, 1).int()
-        key_pages = paged.selected_key
-        for call in (
-            lambda: called("append", key=key, cache=paged),
-            lambda: called("paged_attention", query=query),
-            lambda: nsa_torch.paged_block_attention(
-                query, key_pages, key_pages, *at, block_size=16
-            ),
-            lambda: nsa_torch.cached_attention(*(x[None] for x in rows), cache),
+        for name, wanted, given in (
+            ("append", "key", {"cache": paged}),
+            ("paged_attention", "query", {}),
+            ("paged_block_attention", "query", {}),
+            ("cached_attention", "query", {"cache": cache}),
         ):
+            given = world.arguments(name) | given
+            given[wanted] = forward_ad.make_dual(given[wanted], given[wanted])
             with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
-                call()
+                world.function(name)(**given)
         assert cache.longest == 0
         assert forward_ad.unpack_dual(paged.selected_key).tangent is None
 

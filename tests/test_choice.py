@@ -40,6 +40,7 @@ from tests.posed import pose
 from tests.problems import SMALL, Case
 from tests.stand_in_kernels import stand_ins
 from tests.tables import table
+from tests.test_refusals import WORLDS
 from tests.torch_inputs import run as run_step
 
 REGISTRIES = {"jax": REGISTRY, "torch": torch_dispatch.REGISTRY}
@@ -300,18 +301,13 @@ def test_what_is_explained_is_what_runs(monkeypatch):
         wants.requires_grad_(False)
 
 
-def tensors():
-    """Arguments of `attention`, by name."""
-    shapes = {"query": (4, 8), "key": (2, 8), "value": (2, 8), "gates": (4, 3)}
-    return {name: torch.zeros(1, 20, *shape) for name, shape in shapes.items()}
-
-
 def test_names_and_refusals_in_torch():
-    names, doubles = Branches("sdpa", "fa2", "sdpa"), (x.double() for x in tensors().values())
+    names, given = Branches("sdpa", "fa2", "sdpa"), WORLDS["torch"].arguments("attention")
+    doubles = {x: y.double() for x, y in given.items() if x != "config"}
     with pytest.raises(NotImplementedError, match="FA-2 needs CUDA tensors, got cpu"):
-        nsa_torch.attention(**tensors(), config=SMALL, implementation=names)
+        nsa_torch.attention(**given, implementation=names)
     with pytest.raises(NotImplementedError, match="jax_enable_x64"):
-        nsa_torch.attention(*doubles, config=SMALL, implementation="jax")
+        nsa_torch.attention(**doubles, config=SMALL, implementation="jax")
     for library, registry in ((nsa_jax, REGISTRIES["jax"]), (nsa_torch, REGISTRIES["torch"])):
         hint = typing.get_type_hints(library.sliding_attention)["implementation"]
         (name,) = (x for x in typing.get_args(hint) if isinstance(x, typing.TypeAliasType))
