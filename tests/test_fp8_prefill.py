@@ -112,15 +112,9 @@ def test_infinite_tokens_become_nan():
 # What it is for, and what refuses it
 
 
-def tensors():
-    """Query, key, value and gates, of a head of keys."""
-    p = problem(CASE)
-    return [p.query, *p.keys, *p.values, p.gates]
-
-
 def arrays():
-    """`tensors` of JAX."""
-    return [*map(to_jax, tensors())]
+    """Query, key, value and gates of JAX, of a head of keys."""
+    return [*map(to_jax, problem(CASE).leaves)]
 
 
 def gradient(interpreted=capability.interpreted):
@@ -135,7 +129,7 @@ def on_ranks():
     with contextlib.ExitStack() as stack:
         stack.callback(torch.distributed.destroy_process_group)
         mesh = init_device_mesh("cpu", (1,))
-        nsa_torch.attention(*tensors(), config=PAPER, context_mesh=mesh)
+        nsa_torch.attention(*problem(CASE).leaves, config=PAPER, context_mesh=mesh)
 
 
 KERNELS = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128, "scale": None}
