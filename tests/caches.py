@@ -409,8 +409,7 @@ class JaxPages:
         count, at = len(call.new["query"]), (self.cache, call.table, call.lengths, call.starts)
         if call.starts is not None:
             options = {"max_seqlen_q": 8 if count <= 8 else 61} | options
-        options["implementation"] = self.implementation
-        out = self.attending(query, gates, *at, **options)
+        out = self.attending(query, gates, *at, implementation=self.implementation, **options)
         out = np.asarray(out).astype(np.float32)
         assert (out[count:] == 0).all(), "tokens of no row"
         return out[:count]

@@ -198,8 +198,8 @@ def of_prompt(implementation):
     """
     if implementation != "gathered":
         raise NotImplementedError(f"chunks of a prompt are gathered, got {implementation}")
-    counts, how = [tokens().length // 4] * 4, {"implementation": "gathered"}
-    chunks = lambda *order: Pages(None).attend(order, *counts, **how)
+    counts = [tokens().length // 4] * 4
+    chunks = lambda *order: Pages("gathered").attend(order, *counts, implementation="gathered")
     yield from of_rows(chunks)
     whole = torch_attention(tokens().batch(0), None, False)
     yield "chunks or whole", chunks(0), [x[0] for x in whole]
