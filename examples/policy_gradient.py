@@ -121,7 +121,6 @@ def main(argv: list[str] | None = None) -> int:
             compress_block=flags.select_block // 2, compress_stride=flags.select_block // 4,
             num_selected=3, window=flags.select_block,
         )  # fmt: skip
-        continuous_batching_config(config)  # supports transformers 5.19 and newer
         with torch.device(device):
             model = NSAForCausalLM(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0.0)
@@ -132,6 +131,7 @@ def main(argv: list[str] | None = None) -> int:
             token = torch.zeros(1, 1, dtype=torch.long, device=device)
             sampler(token, use_cache=False)  # raises an error if attention cannot run
             _products = padded_products()
+        continuous_batching_config(config)  # supports transformers 5.19 and newer
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
     for step in range(flags.steps):

@@ -201,9 +201,13 @@ class TorchRunner:
     def load(self, arguments: Any) -> Any:
         """Copy the values of the arguments to new tensors."""
 
-        from nsa_interop.dlpack import to_torch
+        def tensor(x):
+            array = np.array(x)
+            if array.dtype == ml_dtypes.bfloat16:
+                words = self.torch.from_numpy(array.view(np.int16))
+                return words.view(self.torch.bfloat16).to(self.platform)
+            return self.torch.from_numpy(array).to(self.platform)
 
-        tensor = lambda x: to_torch(jnp.asarray(x), copy=True).to(self.platform)
         return jax.tree.map(tensor, arguments)
 
     def dense(self, name: str, query, key, value) -> Values:
