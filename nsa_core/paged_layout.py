@@ -349,41 +349,55 @@ def finished(ops: ArrayOps, tokens: Tokens, batch: int, config: NSAConfig) -> Fi
 
 
 class PaddedQueries(NamedTuple):
-    """Rows of queries that are padded. `token` `[B, T]` is the index of each
-    query's token in the call, clamped to valid indices. `there` is False for padding. `flat`
-    `[N]` is the index of each token in `[B * T]`. `end` `[B]` is the position after the last
-    query of each row.
+    """Rows of queries that are padded. `token` `[B, T]` is the index of each query's token in the
+    call, clamped to valid indices. `there` is False for padding. `flat` `[N]` is the index of each
+    token in `[B * T]`.
     """
 
     token: Any
     there: Any
     flat: Any
-    end: Any
 
 
-def pad_queries(
-    ops: ArrayOps, tokens: Tokens, lengths, cu_seqlens_q, T: int, multiple: int | None = None
-) -> PaddedQueries:
-    """Arrange the tokens of a call in rows of `T` queries. All padding is before the queries. With
-    `multiple`, the first query of a padded row has the last position that is a multiple of
-    `multiple` and has no later position than the row's first query.
-    """
-    batch, (count,) = lengths.shape[0], tokens.row.shape
-    if cu_seqlens_q is None:
-        each = count // batch
-        end = (ops.arange(lengths, batch)[0] + 1) * each
-        begin = end - each
-    else:
-        begin, end = cu_seqlens_q[:-1], cu_seqlens_q[1:]
-    before = T - (end - begin)
-    if multiple is not None:
-        before = (lengths - (end - begin)) % multiple
-    token = (begin - before)[:, None] + ops.arange(lengths, T)
-    there = (token >= begin[:, None]) & (token < end[:, None])
+def pad_queries(ops: ArrayOps, tokens: Tokens, lengths, cu_seqlens_q, T: int) -> PaddedQueries:
+    """Arrange the tokens of a call in rows of `T` queries, with padding before the queries."""
+    (count,) = tokens.row.shape
+    from_end = ops.arange(lengths, T) - T  # [1, T], negative
+    begin, end = _tokens_of_rows(ops, count, lengths, cu_seqlens_q)
+    token = end[:, None] + from_end
+    there = token >= begin[:, None]
     index = ops.arange(lengths, count)[0]
-    column = (index - (begin - before)[tokens.row]).clip(0, T - 1)
-    last = lengths - (end - begin) - before + T
-    return PaddedQueries(token.clip(0, count - 1), there, tokens.row * T + column, last)
+    column = (T + index - end[tokens.row]).clip(0, T - 1)
+    return PaddedQueries(token.clip(0, count - 1), there, tokens.row * T + column)
+
+
+def align_queries(
+    ops: ArrayOps, tokens: Tokens, lengths, cu_seqlens_q, T: int, multiple: int
+) -> tuple[PaddedQueries, Any]:
+    """Arrange the tokens of a call in rows of `T` queries, with padding before and after the
+    queries. The position of a row's first query is the last multiple of `multiple` that is not
+    after the row's first token. Also return the position after the last query of each row, `[B]`.
+    """
+    (count,) = tokens.row.shape
+    begin, end = _tokens_of_rows(ops, count, lengths, cu_seqlens_q)
+    position = lengths - (end - begin)  # of the first token of each row
+    before = position % multiple
+    first = begin - before
+    token = first[:, None] + ops.arange(lengths, T)
+    there = (token >= begin[:, None]) & (token < end[:, None])
+    column = (ops.arange(lengths, count)[0] - first[tokens.row]).clip(0, T - 1)
+    padded = PaddedQueries(token.clip(0, count - 1), there, tokens.row * T + column)
+    return padded, position - before + T
+
+
+def _tokens_of_rows(ops: ArrayOps, count: int, lengths, cu_seqlens_q):
+    """Return the index of the first token of each row, and the index after its last token."""
+    if cu_seqlens_q is not None:
+        return cu_seqlens_q[:-1], cu_seqlens_q[1:]
+    batch = lengths.shape[0]
+    each = count // batch
+    end = (ops.arange(lengths, batch)[0] + 1) * each
+    return end - each, end
 
 
 INDICES = ("int32",)

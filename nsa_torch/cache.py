@@ -272,11 +272,11 @@ def cached_attention(
         decided = paged_attend.decide_step(*rows, implementation)
     if implementation == INVARIANT:
         paged_attend.check_invariant(pages, compress_params)
-    if decided is None and implementation == INVARIANT:
-        raise NotImplementedError(
-            f"{INVARIANT}: attention to a cache needs the config of the cache, and supports "
-            "neither gradients nor torch.compile"
-        )
+        if decided is None:
+            raise NotImplementedError(
+                f"{INVARIANT}: attention to a cache needs the config of the cache, and supports "
+                "neither gradients nor torch.compile"
+            )
     if decided is not None:
         refuse_transforms(query, *learned)
         out = paged_attend.finish(decided.inputs, decided, new, None, step)

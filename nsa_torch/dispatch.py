@@ -105,7 +105,7 @@ def invariant_why_not(problem: Problem) -> str | None:
     if problem.packed:
         return "supports no packed rows, where bits depend on the position of a sequence"
     first = problem.S - problem.T
-    multiple = mosaic_forward.order_tokens(problem.H, problem.Hkv, problem.D, problem.Dv)
+    multiple = mosaic_forward.work_item_tokens(problem.H, problem.Hkv, problem.D, problem.Dv)
     if first > 0 and first % multiple:
         return f"needs queries that begin at a multiple of {multiple} tokens, got {first}"
     return None

@@ -3,7 +3,7 @@ pass of training, in a chunk of a prompt and in a decode step.
 
 In the kernels, a work item has the queries of a few consecutive tokens, and the order of its sums
 depends on the first of these tokens. A call with fewer queries than keys therefore begins at a
-multiple of `order_tokens` tokens (`mosaic_forward`). Calls on a cache add unused queries before
+multiple of `work_item_tokens` tokens (`mosaic_forward`). Calls on a cache add unused queries before
 and after the queries of a row, so that the work items of all calls have the same tokens.
 
 Training saves the output of each branch for the backward pass, and adds the branches up in another

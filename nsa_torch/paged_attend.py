@@ -276,7 +276,9 @@ def _prepared(
     `whole` and `full` are the same as in the function `gathering`.
     """
     name, of_tokens = decided.choice.implementation, decided.of_tokens
-    if name == paged_dispatch.GATHERED:
+    if decided.name == dispatch.INVARIANT:
+        run = gathering_as_in_training(decided.inputs, decided.max_seqlen_q)
+    elif name == paged_dispatch.GATHERED:
         run = gathering(decided.inputs, decided.max_seqlen_q, decided.name, whole, full)
     else:
         run = lambda: with_indices(name, decided.inputs)[0]
@@ -483,44 +485,17 @@ def gathering(
     query, cache, table = inputs.query, inputs.cache, inputs.page_table
     config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q
     capacity = inputs.capacity
-    if cu_seqlens_q is None:
-        length = query.shape[0] // rows
-    elif max_seqlen_q is None:
-        length = int((cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max())
-    else:
-        length = max_seqlen_q
-    length = max(length, 1)
-    paged_layout.check_row_length(length, capacity)
-    lengths = ends = inputs.lengths.clamp(max=capacity)
-    multiple = None
-    if implementation == dispatch.INVARIANT:
-        asked = (
-            query[None],
-            cache.selected_key,
-            cache.selected_value.shape[3],
-            config,
-            False,
-            {},
-        )
-        dispatch.choose(dispatch.problem_key(*asked, cached=True), implementation)  # may refuse
-        (heads, key_width), kv_heads = query.shape[1:], cache.selected_key.shape[2]
-        sizes = heads, kv_heads, key_width, cache.selected_value.shape[3]
-        multiple = mosaic_forward.order_tokens(*sizes)
-        # Rows begin and end at a multiple. Queries after a row's tokens need room in the table.
-        length = cdiv(length + multiple - 1, multiple) * multiple
-        block = config.select_block
-        table = F.pad(table, (0, cdiv(length, block)))
-        whole, full = None, False
+    length = _row_length(inputs, max_seqlen_q)
+    lengths = inputs.lengths.clamp(max=capacity)
     tokens = None
     if not full:
         tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, query.shape[0])
-    if tokens is None or (cu_seqlens_q is None and multiple is None):  # no row is padded
+    if tokens is None or cu_seqlens_q is None:  # no row is padded
         padded = None
         given = readable(query), inputs.gates
         queries, gates = (x.unflatten(0, (rows, length)) for x in given)
     else:
-        padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length, multiple)
-        ends = padded.end
+        padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length)
         there = padded.there[..., None, None]
         queries, gates = (torch.where(there, x[padded.token], 0) for x in (query, inputs.gates))
     gates = Branches(*gates.unbind(-1))
@@ -535,13 +510,6 @@ def gathering(
     chosen = dispatch.choose(dispatch.problem_key(*problem, gates, cached=True), implementation)
 
     def attend() -> Tensor:
-        if multiple is not None:  # the compressed tokens are computed as in training
-            entries, whole_rows = paged_layout.raw_entries(config), table.shape[1] * block
-            pair = _copy("selected", cache, table, lengths, entries, whole_rows)
-            tensors = queries, *map(Branches.each, pair), gates, None, None
-            options = {"config": config, "kv_len": ends, "scale": inputs.scale}
-            out = chosen.load("attention")(*tensors, assume_finite=True, **options)
-            return of_tokens(out)
         margin = KEY_TILE if full and chosen.attention in READING_TILES else None
         at = cache, table, lengths, length, whole, margin
         in_pages = full and whole is None and _reads_pages(chosen, inputs)
@@ -562,14 +530,58 @@ def gathering(
         out = functional.attend(
             queries, key, value, gates, compressed, None, chosen, rest, True
         )
-        return of_tokens(out)
-
-    def of_tokens(out: Tensor) -> Tensor:
         out = out.flatten(0, 1)
         if tokens is None:
             return out
         if padded is not None:
             out = out[padded.flat.clamp(0, rows * length - 1)]
+        return torch.where((tokens.position >= 0)[:, None, None], out, 0)
+
+    return attend
+
+
+def _row_length(inputs: Inputs, max_seqlen_q: int | None) -> int:
+    """Return the number of queries per row, after padding."""
+    starts = inputs.cu_seqlens_q
+    if starts is None:
+        length = inputs.query.shape[0] // inputs.page_table.shape[0]
+    elif max_seqlen_q is None:
+        length = int((starts[1:] - starts[:-1]).max())
+    else:
+        length = max_seqlen_q
+    length = max(length, 1)
+    paged_layout.check_row_length(length, inputs.capacity)
+    return length
+
+
+def gathering_as_in_training(inputs: Inputs, max_seqlen_q: int | None) -> Callable[[], Tensor]:
+    """Return the function of `gathering` for the implementation `invariant`. The rows of queries
+    have the work items of the forward pass of training, and the compressed tokens are computed
+    from the gathered keys and values as in training.
+    """
+    query, cache, starts = inputs.query, inputs.cache, inputs.cu_seqlens_q
+    config, width = cache.config, cache.selected_value.shape[-1]
+    problem = query[None], cache.selected_key, width, config, False, {}
+    chosen = dispatch.choose(dispatch.problem_key(*problem, cached=True), dispatch.INVARIANT)
+    (heads, key_width), kv_heads = query.shape[1:], cache.selected_key.shape[2]
+    multiple = mosaic_forward.work_item_tokens(heads, kv_heads, key_width, width)
+    length = cdiv(_row_length(inputs, max_seqlen_q) + multiple - 1, multiple) * multiple
+    # Queries after a row's tokens need room in the table.
+    table = F.pad(inputs.page_table, (0, cdiv(length, config.select_block)))
+    lengths = inputs.lengths.clamp(max=inputs.capacity)
+    tokens = paged_layout.tokens_of(OPS, lengths, starts, query.shape[0])
+    aligned = OPS, tokens, lengths, starts, length, multiple
+    padded, ends = paged_layout.align_queries(*aligned)
+    there = padded.there[..., None, None]
+    queries, gates = (torch.where(there, x[padded.token], 0) for x in (query, inputs.gates))
+
+    def attend() -> Tensor:
+        entries, reach = paged_layout.raw_entries(config), table.shape[1] * config.select_block
+        pair = _copy("selected", cache, table, lengths, entries, reach)
+        tensors = queries, *map(Branches.each, pair), Branches(*gates.unbind(-1)), None, None
+        options = {"config": config, "kv_len": ends, "scale": inputs.scale}
+        out = chosen.load("attention")(*tensors, assume_finite=True, **options)
+        out = out.flatten(0, 1)[padded.flat]
         return torch.where((tokens.position >= 0)[:, None, None], out, 0)
 
     return attend

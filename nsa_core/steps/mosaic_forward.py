@@ -178,7 +178,7 @@ def selected_and_sum(
     return (out, lse), total
 
 
-def order_tokens(heads: int, kv_heads: int, key_width: int, value_width: int) -> int:
+def work_item_tokens(heads: int, kv_heads: int, key_width: int, value_width: int) -> int:
     """Return the number of tokens of a work item of the kernel `interval`. The order of the sums
     over keys is a property of a work item, and depends on its first token."""
     tile = Tile(heads // kv_heads, slab_width(key_width, value_width))
