@@ -195,6 +195,25 @@ def test_phases_of_a_training():
     assert (aligned == phases(alignment=1)[0]).all()
 
 
+def test_the_first_steps_of_a_training_are_full(tmp_path):
+    """Two of twelve steps have the losses of a model that selects every block, and no other."""
+    losses = []
+    for name, sizes, changes in (
+        ("every", {"n_sel": 9}, {}),
+        ("full", {}, {"full_share": 0.1}),
+        ("sparse", {}, {}),
+    ):
+        todo = task("nsa")
+        layer = dataclasses.replace(todo.model.layer, **sizes)
+        model = dataclasses.replace(todo.model, layer=layer, **changes)
+        todo = dataclasses.replace(todo, model=model)
+        (tmp_path / name).mkdir()
+        losses.append(stepped(*learner_of(tmp_path / name, todo), range(3)))
+    every, full_first, sparse = losses
+    assert full_first[:2] == pytest.approx(every[:2], rel=1e-6)
+    assert abs(full_first[0] - sparse[0]) > 1e-5 < abs(full_first[2] - every[2])
+
+
 @pytest.mark.parametrize("kv", ["separate", "shared"])
 def test_a_full_layer_is_a_layer_that_selects_every_block(kv):
     torch.manual_seed(0)

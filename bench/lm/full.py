@@ -27,6 +27,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from nsa_torch import functional
 from nsa_torch.module import NSAAttention
+from nsa_torch.select import select_from_scores
 
 CHUNK = 512  # number of queries whose logits are in memory at a time
 
@@ -48,7 +49,9 @@ def attend(
       aligned: Whether to compute the loss. Without `aligned`, the loss is None.
       block_indices: The blocks of a layer that is not full, as in `nsa_torch.attention`.
     """
-    query, key, value, gates = attention.project(x, _position(x))
+    query, key, value, gates = attention.project(
+        x, torch.arange(x.shape[1], device=x.device)[None]
+    )
 
     def nsa(gates: Tensor | Branches[Tensor]) -> Tensor:
         return functional.attention(
@@ -86,10 +89,10 @@ def best_blocks(attention: Any, x: Tensor, config: NSAConfig) -> Tensor:
       config: Block size and number of selected blocks.
     """
     where = torch.arange(x.shape[1], device=x.device)
-    query, key, _, _ = attention.project(x, _position(x))
+    query, key, _, _ = attention.project(x, where.expand(x.shape[:2]))
     query = query.unflatten(2, (key.shape[2], -1)) * key.shape[-1] ** -0.5
     count = config.num_blocks(x.shape[1])
-    block, found = torch.arange(count, device=x.device), []
+    found = []
     for first, part in zip(range(0, x.shape[1], CHUNK), query.split(CHUNK, 1), strict=True):
         end = first + part.shape[1]
         at, keys = where[first:end], where[:end]
@@ -98,15 +101,6 @@ def best_blocks(attention: Any, x: Tensor, config: NSAConfig) -> Tensor:
         p = logits.masked_fill_(hidden, -torch.inf).softmax(-1).sum(3)
         padding = count * config.select_block - end
         mass = F.pad(p, (0, padding)).unflatten(-1, (count, -1)).sum(-1)  # [B, t, Hkv, blocks]
-        own = at[:, None] // config.select_block
-        forced = (block < config.num_initial) | (block > own - config.num_local)
-        mass = mass.masked_fill(forced[:, None], torch.inf)
-        mass = mass.masked_fill((block > own)[:, None], -1)
-        best = mass.topk(min(config.num_selected, count))
-        lists = best.indices.masked_fill(best.values < 0, -1)
-        found.append(F.pad(lists, (0, config.num_selected - lists.shape[-1]), value=-1))
-    return torch.cat(found, 1).int()
-
-
-def _position(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        own = (at // config.select_block)[:, None]
+        found.append(select_from_scores(mass, own, config))
+    return torch.cat(found, 1)

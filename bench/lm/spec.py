@@ -80,14 +80,14 @@ class ModelSpec:
                 f"dense_first must be in 0..{self.layers - 1} if attention is nsa (layers = "
                 f"{self.layers}), and must be 0 if attention is dense, got {self.dense_first}"
             )
-        for name in TORCH_ONLY[1:-1]:
+        for name in ("dense_every", *NUMBERS):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         for name in WHOLE_ROWS:
             if getattr(self, name) and self.attention == "dense":
                 default = getattr(ModelSpec, name)
                 raise ValueError(f"{name} must be {default!r} if attention is dense")
-        for name in WHOLE_ROWS[2:]:
+        for name in ("full_share", "alignment", "teacher"):
             if getattr(self, name) and self.layer.phi != "avg":
                 raise ValueError(f"{name} needs phi=avg, got {self.layer.phi}")
         if self.attention == "dense" and (
@@ -149,7 +149,8 @@ class ModelSpec:
         return blocks + at.dim * self.vocabulary
 
 
-WHOLE_ROWS = ("selection_loss", "selection_from", "full_share", "alignment", "teacher")
+NUMBERS = ("selection_loss", "selection_from", "full_share", "alignment")
+WHOLE_ROWS = (*NUMBERS, "teacher")
 TORCH_ONLY = ("dense_first", "dense_every", *WHOLE_ROWS)
 UNSTATED = ("norm_eps", *TORCH_ONLY)
 

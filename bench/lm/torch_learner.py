@@ -135,9 +135,11 @@ class Learner:
             are unchanged.
         """
         rows = self._rows(batch)
-        self.phase = self.master.spec.phase(step, self.training)
-        for block in self._blocks():
-            block.phase = self.phase
+        phase = self.master.spec.phase(step, self.training)
+        if phase != self.phase:
+            self.phase = phase
+            for block in self._blocks():
+                block.phase = phase
         loss = self._backward(rows)
         norm = self._clip()
         mean = loss
