@@ -44,6 +44,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 # alignment in bytes on a GPU, where XLA reads its parameters with vector instructions
@@ -57,8 +58,8 @@ _lock = threading.Lock()
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
     """Return a JAX array with the values of `tensor`. JAX reads the tensor after the queued work
-    of torch's current stream. The array shares the tensor's memory if the tensor is contiguous,
-    aligned and not pinned.
+    of torch's current stream. The array shares the tensor's memory if the tensor is contiguous
+    and aligned.
 
     Args:
       tensor: A tensor with a device that JAX supports and a dtype that JAX does not convert. Keep
@@ -66,10 +67,11 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
 
     Raises:
       ValueError: The type of the tensor is a subclass of `torch.Tensor` (which may have no memory),
-        or the dtype is one that JAX would convert (64-bit types without x64).
+        the dtype is one that JAX would convert (64-bit types without x64), or the tensor requires
+        a gradient while gradients are on.
       NotImplementedError: torch's current stream is capturing a CUDA graph.
-      BufferError, RuntimeError: The tensor requires a gradient while gradients are on, or JAX does
-        not support the device or dtype. torch or JAX raises these errors.
+      BufferError, RuntimeError: JAX does not support the device or dtype. torch or JAX raises these
+        errors.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise ValueError(f"tensor must be a plain torch.Tensor, got {type(tensor).__name__}")
@@ -83,10 +85,13 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         )
     if not torch.is_grad_enabled():  # the call is inside a custom operator
         tensor = tensor.detach()
+    if tensor.requires_grad:
+        raise ValueError("tensor must not require a gradient; pass tensor.detach()")
     tensor = tensor.contiguous().resolve_neg()  # JAX knows of no negative bit
+    if tensor.is_cpu:
+        return _share_host_memory(tensor, jax.dtypes.canonicalize_dtype(dtype))
     if not tensor.is_cuda:
-        # JAX would treat pinned memory as memory of its GPU.
-        return jax.dlpack.from_dlpack(tensor.clone() if tensor.is_pinned() else tensor)
+        return jax.dlpack.from_dlpack(tensor)
     if torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "JAX must not run while torch captures a CUDA graph, since XLA launches on its own "
@@ -97,6 +102,18 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     # torch waits on a stream of the current device, not of the tensor's device.
     with torch.cuda.device(tensor.device):
         return jax.dlpack.from_dlpack(tensor)
+
+
+def _share_host_memory(tensor: torch.Tensor, dtype: np.dtype) -> jax.Array:
+    """Return a JAX array with the memory of a contiguous tensor on the CPU.
+
+    The array is made from a NumPy array and not by DLPack. One of JAX's threads drops an input
+    after reading it. To drop a tensor, that thread takes the interpreter lock, which makes Python
+    3.12 abort if the process ends at the same time. JAX leaves NumPy arrays to Python's threads.
+    """
+    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    array = data.view(dtype).reshape(tensor.shape)
+    return jax.device_put(array, jax.local_devices(backend="cpu")[0], may_alias=True)
 
 
 def to_torch(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
