@@ -1,6 +1,5 @@
 """What is measured of held-out text; NSA against dense attention over seeds, of posed runs."""
 
-import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -16,6 +15,7 @@ from bench.lm.share import Share
 from nsa_core.layer import LayerSpec
 from tests.measured import logged
 from tests.parallel_worker import learner_of, trained
+from tests.tables import table
 from tests.test_train import task
 
 WINDOW, WIDTH = 40, 400
@@ -244,119 +244,78 @@ def test_the_best_head_is_chosen_by_other_rows():
     assert heads[..., 0].max() == 0.5
 
 
-def finds(over):
-    """Two layers of a head each, of which the second holds copies."""
-    return [[[[0.1, 0.1]] * 2], [[[0.1 + over, 0.1]] * 2]]
+def lines(
+    attention, seed, held_out, gain, *, steps=10, status="ok", epochs=0.5, over=0.2, far=True,
+    measured=None, cut=None, **model,
+):  # fmt: skip
+    """A run's lines, the first `cut` of them; `measured`: losses by kind at all evaluations.
 
-
-def lines(attention, seed, held_out, gain, steps=10, status="ok", **model):
-    make = functools.partial(logged, attention=attention)
-    nsa = attention == "nsa"
+    `over`: what the head of the second layer finds of copies beyond chance; `far`: whether copies
+    have distances.
+    """
+    make, end = functools.partial(logged, attention=attention), {}
     training = dict(seed=seed, steps=steps, batch=2, seq_len=2048, lr=0.1, warmup=1)
     model = {"layers": 1, "dim": 8, "vocabulary": 300} | model
-    parameters = 10 * 10**6 + nsa
-    about = dict(model=model, training=training, parameters=parameters, epochs=0.5)
+    parameters = 10 * 10**6 + (attention == "nsa")
     losses = {5: (3.0, 2.0, 3.0), steps: (held_out + 1.5, held_out - 0.5, held_out + 1)}
-    return [
-        make(log.Header, **about),
+    if measured is not None:
+        losses = dict.fromkeys(losses, measured) if measured else {}
+    if attention == "nsa":
+        end["hits"] = [[0.1, 0.1], [0.3 + 0.01 * seed, 0.1]]
+        if over is not None:
+            end["heads"] = [[[[0.1, 0.1]] * 2], [[[0.1 + over, 0.1]] * 2]]
+    if far:
+        end["copied_at"] = {str(x): gain for x in measures.DISTANCES[:4]}
+    end |= dict(status=status, steps=steps, held_out_loss=held_out)
+    found = [
+        make(log.Header, model=model, training=training, parameters=parameters, epochs=epochs),
         *(make(log.Step, step=i, loss=x) for i, x in enumerate((9.0, held_out + 2, held_out))),
-        *(
-            make(
-                log.Evaluation, steps=at, measures=dict(zip(measures.KINDS, each, strict=True))
-            )
-            for at, each in losses.items()
-        ),
-        make(
-            log.Summary,
-            status=status,
-            steps=steps,
-            held_out_loss=held_out,
-            recall_gain=gain,
-            copied_gain=gain,
-            copied_at={str(x): gain for x in measures.DISTANCES[:4]},
-            hits=[[0.1, 0.1], [0.3 + 0.01 * seed, 0.1]] if nsa else None,
-            heads=finds(0.2 + 0.01 * seed) if nsa else None,
-        ),
     ]
+    for at, each in losses.items():
+        kinds = dict(zip(measures.KINDS, each, strict=True))
+        found.append(make(log.Evaluation, steps=at, measures=kinds))
+    return [*found, make(log.Summary, recall_gain=gain, copied_gain=gain, **end)][:cut]
 
 
-def changed(lines, kind, **values):
-    """The lines, those of a kind with other values."""
-    return [dataclasses.replace(x, **values) if isinstance(x, kind) else x for x in lines]
+TABLE = table("test_quality")
 
 
-def pair(seed, nsa, dense, **options):
-    """Held-out loss and recall of both."""
-    return [*lines("nsa", seed, *nsa, **options), *lines("dense", seed, *dense, **options)]
+def made(files):
+    """The lines of the runs of each file (`test_quality.yaml`)."""
+    found = {}
+    for name, runs in files.items():
+        if name == "five":
+            found |= five(**runs)
+        else:
+            found[name] = [x for run in runs for x in lines(*run[:4], **dict(*run[4:]))]
+    return found
 
 
-RUNS = {
-    "a": pair(0, (1.10, 2.0), (1.00, 1.0)),
-    "b": pair(1, (1.20, 2.5), (1.00, 1.0)),
-    "c": pair(2, (1.60, 3.0), (1.30, 1.0)),
-}
+def five(apart=0.0, recall=1.0, spread=0.001, near=("",) * 5, over=TABLE["over"], **more):
+    """Pairs whose losses are `apart` on average; `near`: whose copies have no distances."""
+    found = {}
+    for seed, shift in enumerate((-spread, 0, 0, 0, spread)):
+        pair = ("nsa", 1 + apart + shift, recall), ("dense", 1, 1.0)
+        found[str(seed)] = [
+            x
+            for name, *numbers in pair
+            for x in lines(
+                name, seed, *numbers, over=over[seed], far=name not in near[seed], **more
+            )
+        ]
+    return found
 
 
-ALONE = lines("nsa", 1, 1.0, 1.0)
-kind_of = functools.partial(quality.kind_of, "nsa")
-
-
-@pytest.mark.parametrize(
-    ("function", "found", "message"),
-    [
-        (
-            quality.groups,
-            RUNS | {"b": RUNS["a"]},
-            "seed 0 occurs twice among the runs with dense",
-        ),
-        (
-            quality.groups,
-            RUNS | {"b": lines("nsa", 1, 1.0, 1.0, steps=11)},
-            "must include dense attention",
-        ),
-        (
-            quality.groups,
-            RUNS | {"b": pair(1, (1, 1), (1, 1), status="diverged")},
-            "a finished run of torch-nsa",
-        ),
-        (
-            quality.groups,
-            RUNS | {"b": ALONE},
-            r"dense must have the seeds of nsa .*but lacks the seeds \[1\]",
-        ),
-        (quality.groups, RUNS | {"b": ALONE[:1]}, "a finished run of torch-nsa"),
-        (quality.groups, {"b": []}, "must contain a run, got none"),
-        (kind_of, {"a": RUNS["a"]}, "a must contain one run"),
-        (kind_of, {"a": []}, "a must contain one run"),
-        (kind_of, {"a": ALONE[:1]}, "a finished run of torch-nsa"),
-        (kind_of, {"a": ALONE, "b": ALONE}, "b: seed 1 occurs twice among the runs with"),
-    ],
-)
-def test_runs_that_are_no_pairs_or_no_kind_are_refused(function, found, message):
+@pytest.mark.parametrize(("files", "message"), TABLE["no pairs"])
+def test_runs_that_are_no_pairs_are_refused(files, message):
     with pytest.raises(ValueError, match=message):
-        function(found)
+        quality.groups(made(files))
 
 
-@pytest.fixture
-def command(tmp_path, capsys):
-    """The command on files of these runs: its exit status and what it prints."""
-
-    def call(runs):
-        for name, each in runs.items():
-            log.append(tmp_path / name, each)
-        status = quality.main(["", *(str(tmp_path / name) for name in runs)])
-        return status, capsys.readouterr()
-
-    return call
-
-
-def five(apart, recall=1.0, spread=0.001):
-    """Pairs whose losses are `apart` on average."""
-    shifts = (-spread, 0, 0, 0, spread)
-    return {
-        str(seed): pair(seed, (1 + apart + shift, recall), (1, 1.0))
-        for seed, shift in enumerate(shifts)
-    }
+@pytest.mark.parametrize(("files", "message"), TABLE["no kind"])
+def test_runs_that_are_no_kind_are_refused(files, message):
+    with pytest.raises(ValueError, match=message):
+        quality.kind_of("nsa", made(files))
 
 
 def test_the_head_of_the_bounds():
@@ -367,117 +326,17 @@ def test_the_head_of_the_bounds():
     assert quality.head("bounds")[2:] == [*titles, "pairs"]
 
 
-def with_heads(heads):
-    """The pairs' runs, with what `heads` makes of a seed in place of theirs."""
-    return {
-        name: [
-            dataclasses.replace(x, heads=heads(int(name))) if getattr(x, "heads", None) else x
-            for x in each
-        ]
-        for name, each in five(-0.1).items()
-    }
-
-
-NOTHING = with_heads(lambda seed: finds(0.01 * (seed % 2)))
-THREE, TWO = (
-    with_heads(lambda seed, after=after: finds(0.2) if seed > after else None)
-    for after in (1, 2)
-)
-BEST = "best head: +0.220 ± 0.007 over another text, 5 seeds"
-UNMEASURED = {
-    k: [x for x in v if not isinstance(x, log.Evaluation)] for k, v in five(0.0).items()
-}
-FEW = {"one": lines("nsa", 0, 1.0, 1.0, gate="sigmoid"), **five(0.05)}
-ROW = "| 10M, 10 x 2 x 2k | nsa | 10.0 | - | +0.200 ± 0.058 (t +3.5) |"
-
-
-@pytest.mark.parametrize(
-    ("runs", "broken", "text"),
-    [
-        (five(0.0), "", BEST),
-        (five(-0.1, 0.975), "", BEST),
-        (five(0.0, 0.96), "recall", BEST),
-        (five(0.0029), "end", BEST),  # the mean is within the bound, the upper bound is not
-        (five(0.0, spread=0.02), "new end", BEST),
-        (five(0.05), "new end far", BEST),
-        (NOTHING, "selection", "selection finds copies, nsa"),
-        (THREE, "", "+0.200 ± 0.000 over another text, 3 seeds"),
-        (TWO, "", "must have records of what heads find, got 2 such runs"),
-        (RUNS, "", "(10M, 10 x 2 x 2k) needs 5 seeds, got the seeds [0, 1, 2]"),
-        (RUNS, "", ROW),
-        ({"dense": lines("dense", 0, 1.0, 1.0)}, "", "not decided, since no run has NSA"),
-        # A kind of few pairs hides no verdict on others.
-        (FEW, "new end far", "needs 5 seeds, got the seeds [0]"),
-        (
-            UNMEASURED,
-            "",
-            "not decided: runs of nsa (10M, 10 x 2 x 2k) lack the measures ['new', 'far']",
-        ),
-    ],
-)
-def test_bounds_decide(runs, broken, text, command):
-    status, said = command(runs)
+@pytest.mark.parametrize(("files", "broken", "text"), TABLE["bounds"])
+def test_bounds_decide(files, broken, text, tmp_path, capsys):
+    """The exit status of the command, and what it prints."""
+    for name, each in made(files).items():
+        log.append(tmp_path / name, each)
+    status = quality.main(["", *map(str, sorted(tmp_path.iterdir()))])
+    said = capsys.readouterr()
     told = said.out.splitlines()
     assert [x.split()[0] for x in told if ": NO" in x] == broken.split()
     undecided = "not decided" in said.err
     assert status == (1 if broken else 3 * undecided) and text in said.out + said.err
-
-
-def tabled():
-    """Runs, and the tables that show what the name says."""
-    late = dict(zip(measures.KINDS, (2.0, 1.0, 2.0), strict=True))
-    a, never = RUNS["a"], changed(RUNS["a"], log.Evaluation, measures=late)
-    unpaired = lines("nsa", 0, 1.0, 1.0, gate="sigmoid")
-    early = {str(seed): pair(seed, (1.0, 0.19), (1.0, 0.05)) for seed in range(2)}
-    again = changed(lines("nsa", 0, 1.1, 2.0), log.Header, epochs=4.17)
-    unsaid = changed(lines("dense", 0, 1.0, 1.0), log.Header, epochs=None)
-    some = five(-0.1)
-    for name, lost in {"0": "dense nsa", "1": "dense", "2": "nsa"}.items():
-        without = changed(some[name], log.Summary, copied_at=None)
-        pairs = zip(some[name], without, strict=True)
-        some[name] = [y if y.attention in lost else x for x, y in pairs]
-    yield "three pairs decide nothing", "all answers bounds summary", RUNS
-    yield "one pair says nothing", "answers found summary", {"a": a}
-    yield "better at the same recall", "bounds summary", five(-0.1)
-    yield "better, but for recall", "summary", five(-0.1, 0.96)
-    yield "worse, by 95 % bounds of losses and the mean of recall", "bounds", five(0.05, 0.96)
-    yield "fewer pairs than another kind", "summary", {"few": unpaired, **five(0.05)}
-    yield "no recall yet", "summary", early
-    yield "a little recall", "summary", early | {"2": pair(2, (1.0, 0.3), (1.0, 0.05))}
-    yield "runs that never copy", "all answers", {"a": never}
-    yield "some runs copy", "answers", RUNS | {"a": never}
-    yield (
-        "runs that copy early",
-        "all",
-        {"a": changed(never, log.Evaluation, measures=late | {"new": 3.0})},
-    )
-    yield "no recall of short rows", "all", {"a": pair(0, (1.1, None), (1.0, None))}
-    yield "bytes", "answers", {"a": pair(0, (1.1, 2.0), (1.0, 1.0), vocabulary=256)}
-    yield "no measures", "answers", {"a": [x for x in a if not isinstance(x, log.Evaluation)]}
-    yield "a text seen again, by the runs that say so", "all", {"a": again, "b": unsaid}
-    yield ("heads of three runs", "found", THREE)
-    yield "heads of two runs", "found summary", TWO
-    yield "heads that find nothing", "found summary", NOTHING
-    yield "distances of some runs", "distances", some
-    yield "distances of no run", "distances", {"0": some["0"]}
-    # Gates of dense attention make no kind; the first dense one is what others are beside. Gates
-    # and keys of NSA are named where all runs have the same, too; the usual sizes are not.
-    yield "one kind", "parts", {"a": pair(0, (1.1, 1.0), (1.0, 1.0), gate="head", kv="shared")}
-    runs = {
-        "a": lines("dense", 0, 1.0, 1.0, gate="head", hidden=8),
-        "b": lines("dense", 0, 0.9, 1.0, gate="sigmoid", hidden=9),
-        "c": lines("nsa", 0, 1.1, 1.0, gate="head", hidden=8),
-        "d": lines("nsa", 0, 1.2, 1.0, gate="sigmoid", hidden=8),
-        "e": lines("dense", 0, 1.0, 1.0, steps=20),
-    }
-    yield (
-        "kinds are named by what differs; other steps are another group",
-        "answers parts",
-        runs,
-    )
-    more = functools.partial(lines, seed=1, held_out=1.0, gain=1.0, gate="head", hidden=8)
-    runs |= {"f": more("dense"), "g": more("nsa", n_sel=16, kv="shared")}
-    yield "kinds of several sizes", "parts", runs | {"h": more("nsa", n_sel=32)}
 
 
 GOLDEN = Path(__file__).with_name("golden") / "quality.md"
@@ -485,12 +344,12 @@ GOLDEN = Path(__file__).with_name("golden") / "quality.md"
 
 def tables():
     found = []
-    for name, shown, runs in tabled():
-        groups = quality.groups(runs)
-        for table in shown.split():
-            cells = [row for group in groups for row in quality.rows(table, group)]
-            text = quality.table(quality.head(table), cells) if cells else "no rows\n"
-            found.append(f"{name}: {table}\n\n{text}")
+    for name, shown, files in TABLE["tables"]:
+        groups = quality.groups(made(files))
+        for kind in shown.split():
+            cells = [row for group in groups for row in quality.rows(kind, group)]
+            text = quality.table(quality.head(kind), cells) if cells else "no rows\n"
+            found.append(f"{name}: {kind}\n\n{text}")
     return "\n".join(found)
 
 
