@@ -18,12 +18,24 @@ from tests.measured import GPU, record
 from tests.tables import table
 
 SLUG = "nvidia-test-80gb"
+TABLE = table("test_tune")
 
 
 def pairs(branch, gains, fast="fa2", **fields):
     """Rows of the kernel and of what decides beside it, 1 ms, at each length."""
     base = "sdpa" if branch == "selected" else "masked"
     return measured.pairs(branch, gains, fast, base=base, **fields)
+
+
+def made(described):
+    """Records (`test_tune.yaml`)."""
+    found = []
+    for branch, one, other, fields in described:
+        if isinstance(one, dict):
+            found += pairs(branch, one, other, **fields)
+        else:
+            found.append(record(branch, one, other, **fields))
+    return found
 
 
 def written(folder):
@@ -60,41 +72,15 @@ def test_the_smallest_length_from_which_all_rows_win(gains, expected):
     assert found(*pairs("selected", gains, "mosaic")) == {"sel_min_len": expected}
 
 
-WINS = pairs("sliding", {512: 2.0, 1024: 2.0})
-FIRST = pairs("selected", {128: 2.0, 256: 2.0}, "mosaic")
-SLOW = pairs("selected", {128: 0.5, 256: 0.5}, H=4)
-UNMEASURED = [
-    record("sliding", "fa2", None, S=1024, status="unsupported", reason="no"),
-    record("sliding", "masked", None, S=2048, status="oom", reason="memory"),
-    record("sliding", "fa2", 9.0, S=2048),
-]
-DECISIONS = {
-    "one losing row": (WINS + pairs("sliding", {512: 1.1}, H=4), {"fa2_min_len_win": 1024}),
-    "the slowest run": (
-        [*WINS[:2], record("sliding", "fa2", 0.95, S=512)],
-        {"fa2_min_len_win": "never"},
-    ),
-    "not measured": (WINS[:2] + UNMEASURED, {"fa2_min_len_win": 512}),
-    "the kernel that choice tries first": (FIRST + SLOW, {"sel_min_len": 128}),
-    "it alone": (SLOW, {"sel_min_len": "never"}),
-    "Triton by itself": (
-        FIRST + pairs("selected", {128: 1.0, 256: 1.5}, "triton", H=4),
-        {"sel_min_len": 128, "sel_triton_min_L": 256},
-    ),
-}
-
-
-@pytest.mark.parametrize("rows, expected", DECISIONS.values(), ids=DECISIONS)
+@pytest.mark.parametrize("rows, expected", TABLE["decisions"].values(), ids=TABLE["decisions"])
 def test_what_decides(rows, expected):
-    assert found(*rows) == expected
+    assert found(*made(rows)) == expected
 
 
 def test_fa2_is_compared_with_masked_sdpa_and_the_portable_path_stands_beside(
     run, write, capsys
 ):
-    """As on the H100: twenty times the portable path is no answer to the seed's question."""
-    rows = pairs("sliding", {256: 0.8, 4096: 0.96})
-    rows += [record("sliding", "sdpa", 20.0, S=length) for length in (256, 4096)]
+    rows = made(TABLE["portable"])
     path = write(rows)
     assert found(*rows) == {"fa2_min_len_win": "never"}
     assert found(
@@ -137,13 +123,11 @@ def test_lengths_of_the_committed_records(name):
     assert device.faster_than_dense == found, again
 
 
-def all_rows():
-    rows = WINS + pairs("compressed", {512: 1.0})
-    return rows + pairs("selected", {256: 1.5}, "mosaic", bench="selection")
+ALL = made(TABLE["all"])
 
 
 def test_the_file_says_what_decided(run, write, tmp_path, capsys):
-    path = write(all_rows())
+    path = write(ALL)
     assert run("--records", path, "--dry_run") == 0
     assert not (tmp_path / "out").exists()
     assert run(path) == 0
@@ -162,19 +146,11 @@ def test_the_file_says_what_decided(run, write, tmp_path, capsys):
 def test_lengths_beside_dense_attention(run, write, tmp_path):
     """Of one sequence of random inputs; one length says something only where NSA is slower."""
 
-    def rows(gains, **fields):
+    some = []
+    for gains, fields in TABLE["over dense"]:
         for length, gain in gains.items():
-            yield record("all", "mosaic", 1 / gain, S=length, **fields)
-            yield record("dense", "cudnn", 1.0, S=length, **fields)
-
-    some = [
-        *rows({1024: 0.5, 2048: 2.0, 4096: 4.0}),
-        *rows({1024: 0.5, 2048: 0.5}, mode="fwdbwd"),
-        *rows({1024: 2.0, 2048: 2.0}, B=8, H=16),
-        *rows({1024: 2.0, 2048: 2.0}, input="text", H=16),
-        *rows({1024: 2.0}, H=32),
-        *rows({1024: 0.5}, H=64, Dv=32),
-    ]
+            some.append(record("all", "mosaic", 1 / gain, S=length, **fields))
+            some.append(record("dense", "cudnn", 1.0, S=length, **fields))
     assert run("--dense", write(some, "compare.jsonl")) == 0
     path = tmp_path / "out" / f"{SLUG}.yaml"
     assert policy.read(path).faster_than_dense == {
@@ -186,7 +162,7 @@ def test_lengths_beside_dense_attention(run, write, tmp_path):
 
 
 def test_a_rewrite_keeps_policy_and_the_other_thresholds(run, write, tmp_path, monkeypatch):
-    assert run(write(all_rows())) == 0
+    assert run(write(ALL)) == 0
     path = tmp_path / "out" / f"{SLUG}.yaml"
     rule = dict(kernel="triton", steps=["selected"], allowed=False, reason="r", since="2025")
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"policy": [rule]}))
@@ -219,15 +195,9 @@ def card(tmp_path):
 
 def test_the_card_of_the_seed_gets_its_answer(run, write, card, capsys):
     """Its matrix lifts the rule that it disproves, and no other; comments stay."""
-    matrix = pairs("selected", {64: 1.1, 128: 1.3, 256: 2.0}, "triton", device=CARD)
-    matrix += pairs("selected", {64: 0.5, 256: 0.9}, H=4, device=CARD)
-    write(matrix, "run/selection_s2/selection.jsonl")
-    grid = [
-        *pairs("sliding", {256: 0.9}, device=CARD),
-        record("sliding", "sdpa", 2.0, S=256, device=CARD),
-        *pairs("compressed", {8: 0.5}, device=CARD),
-    ]
-    folder = write(grid, "run/fa2/fa2.jsonl").parents[1]
+    rows = {name: made(described) for name, described in TABLE["card"].items()}
+    write(rows["matrix"], "run/selection_s2/selection.jsonl")
+    folder = write(rows["grid"], "run/fa2/fa2.jsonl").parents[1]
     before = card.read_text().splitlines()
     assert run(folder) == 0
     device = policy.read(card)
@@ -252,20 +222,13 @@ def test_the_card_of_the_seed_gets_its_answer(run, write, card, capsys):
     assert card.read_text() == after and "unchanged" in capsys.readouterr().out
 
 
-def test_the_workflow_tunes_from_every_step(run, tmp_path, monkeypatch):
+def test_the_workflow_tunes_from_every_step(run, write, tmp_path, monkeypatch):
     """What its pull request proposes, of records as `bench.oneshot` leaves them."""
-    made = {
-        "fa2": [*pairs("sliding", {256: 1.3}), *pairs("compressed", {256: 1.3})],
-        "selection": pairs("selected", {64: 1.3}, "mosaic"),
-        "selection_s2": pairs("selected", {64: 1.0, 128: 1.3}, "triton"),
-    }
     plan = yaml.safe_load((config_files.FOLDER / "oneshot" / "gpu.yaml").read_text())["steps"]
-    for step, rows in made.items():
+    for step, rows in TABLE["steps"].items():
         (command,) = [x["command"] for x in plan if x["name"] == step]
         name = command.split()[0].partition(".")[2]
-        records.append(
-            tmp_path / "artifacts" / "artifacts" / "c0ffee" / step / f"{name}.jsonl", rows
-        )
+        write(made(rows), f"artifacts/artifacts/c0ffee/{step}/{name}.jsonl")
     flow = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu-bench.yml").read_text())
     steps = [x.get("run", "") for x in flow["jobs"]["propose"]["steps"]]
     (script,) = [x for x in steps if "bench.tune_thresholds" in x]
@@ -307,63 +270,34 @@ def test_no_rows_is_no_threshold(run, write, tmp_path):
 
 
 def test_records_of_another_device(run, write, tmp_path):
-    path = write(all_rows() + [dataclasses.replace(r, device="Other") for r in all_rows()])
+    path = write(ALL + [dataclasses.replace(r, device="Other") for r in ALL])
     with pytest.raises(ValueError, match="records are from several devices"):
         run(path)
     assert run(path, "--device", GPU) == 0
     assert [p.stem for p in (tmp_path / "out").iterdir()] == [SLUG]
 
 
-FA2 = "D,T,dtype,sdpa_ms,fa_ms,speedup,sm,device,branch,path,status,reason\n"
-SELECTION = "mode,N,H,D,Dv,L,nspans,streams,tri_ms,ref_ms,speedup,mae\n"
-
-
-def fa2_row(
-    length, library_ms, fa_ms, branch="sliding", path="varlen", status="ok", device=GPU
-):
-    times = f"{library_ms},{fa_ms}"
-    return f"64,{length},bfloat16,{times},,90,{device},{branch},{path},{status},why\n"
-
-
 def test_csv_files_say_the_same(run, tmp_path):
-    table, selection = tmp_path / "fa2.csv", tmp_path / "sel.csv"
-    rows = [fa2_row(256, 1, 1), fa2_row(512, 2, 1), fa2_row(1024, 2, 1)]
-    rows += [fa2_row(512, 2, 1, "compressed"), fa2_row(2048, 1, 9, path="dense")]
-    rows += [fa2_row(4096, "", 9, status="oom"), fa2_row(4096, 1, "", status="unsupported")]
-    table.write_text(FA2 + "".join(rows))
-    lines = "dense,256,8,64,64,{},1,{},{},{},,0\n"  # several streams are another question
-    cells = [(128, 1, 1, 1), (256, 1, 1, 2), (512, 2, 9, 1), (512, 1, 1, 2)]
-    selection.write_text(SELECTION + "".join(lines.format(*c) for c in cells))
-    assert run("--csv", table, "--csv", selection, "--device", GPU) == 0
-    device = written(tmp_path)
-    assert device.runtime == policy.Thresholds(512, 512, sel_triton_min_L=256)
+    words = []
+    for name, text in TABLE["csv"].items():
+        path = tmp_path / f"{name}.csv"
+        path.write_text(text)
+        words += ["--csv", path]
+    assert run(*words, "--device", GPU) == 0
+    assert written(tmp_path).runtime == policy.Thresholds(512, 512, sel_triton_min_L=256)
 
 
-@pytest.mark.parametrize(
-    "name, text, message",
-    [
-        ("jsonl", "", "bad.jsonl has no records"),
-        ("jsonl", '{"schema": 2}\n', "bad.jsonl:1: "),
-        ("csv", "", "must have rows, got none"),
-        ("csv", "a,b\n1,2\n", "bad.csv:1: columns must have"),
-        ("csv", FA2 + fa2_row(512, 2, 1)[:-1], "bad.csv:2 must be a complete line"),
-        ("csv", FA2 + fa2_row(512, 2, ""), "bad.csv:2: fa_ms must be a positive number"),
-        ("csv", FA2 + fa2_row("1k", 2, 1), "bad.csv:2: T must be a length"),
-        ("csv", FA2 + fa2_row(512, 2, 1, "dense"), "bad.csv:2: branch must be"),
-        ("csv", FA2 + fa2_row(512, 2, 1, status="wrong"), "no rows for fa2_min_len_win"),
-        ("csv", SELECTION + "dense,1,8,64,64,128,1,1,1,2,,0\n", "no column device: pass"),
-    ],
-    ids=range(10),
-)
+@pytest.mark.parametrize("name, text, message", TABLE["damaged"], ids=range(10))
 def test_damaged_files_are_named(run, tmp_path, name, text, message):
     path = tmp_path / f"bad.{name}"
-    path.write_text(text)
+    heads = {x: y.splitlines(keepends=True)[0] for x, y in TABLE["csv"].items()}
+    path.write_text(text.format(**heads))
     with pytest.raises(ValueError, match=message):
         run(*["--csv"] * (name == "csv"), path)
 
 
 def test_check_says_where_choice_switches(run, write, capsys, monkeypatch):
-    assert run(write(all_rows())) == 0
+    assert run(write(ALL)) == 0
     capsys.readouterr()
     assert run("--check", "--device", GPU) == 0
     lines = capsys.readouterr().out.splitlines()
