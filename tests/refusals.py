@@ -1,9 +1,11 @@
 """Refusals as data (`refusals.yaml`): of each call, what changes in it, and the sentence."""
 
 import re
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 
 from nsa_torch import Branches, NSAConfig, PoolParams, RopeMLPParams
@@ -74,8 +76,27 @@ def given(x, framework="torch", makers=MAKERS):
     return x
 
 
+class Row(NamedTuple):
+    """What changes in a call, the sentence that refuses the call, and the error."""
+
+    changes: dict[str, Any]
+    sentence: str
+    error: type[Exception]
+
+    def given(self, framework="torch", makers=MAKERS):
+        return given(self.changes, framework, makers)
+
+    def refused(self):
+        return pytest.raises(self.error, match=words(self.sentence))
+
+
+def by_row(*path):
+    """The test runs once for each row of a table."""
+    return pytest.mark.parametrize("row", rows(*path), ids=lambda row: row.sentence[:60])
+
+
 def rows(*path):
-    """Of each row of a table the changes, the sentence, and the error."""
+    """The rows of a table."""
     kinds = {"says": ValueError, "refuses": NotImplementedError, "rejects": TypeError}
     table = TABLE
     for name in path:
@@ -83,7 +104,8 @@ def rows(*path):
     found = []
     for row in table:
         (how,) = kinds.keys() & row
-        found.append(({k: x for k, x in row.items() if k != how}, row[how], kinds[how]))
+        changes = {k: x for k, x in row.items() if k != how}
+        found.append(Row(changes, row[how], kinds[how]))
     return found
 
 

@@ -217,22 +217,20 @@ def test_autocast_computes_in_its_dtype():
     assert out.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("changed", "sentence", "_"), refusals.rows("call of block attention"))
-def test_bad_input(changed, sentence, _):
+@refusals.by_row("call of block attention")
+def test_bad_input(row):
     given = dict(module=module(), attention_mask=None)
     given |= dict(block_indices=torch.zeros(2, 2, 16, 1).long())
     given |= dict(zip(("query", "key", "value"), arguments(16, 16), strict=True))
-    refused = pytest.raises((ValueError, NotImplementedError), match=refusals.words(sentence))
-    with refused:
-        block_attention(**given | refusals.given(changed))
+    with row.refused():
+        block_attention(**given | row.given())
 
 
-@pytest.mark.parametrize(("named", "sentence", "_"), refusals.rows("model by block attention"))
-def test_masks_and_packed_rows_that_are_refused(named, sentence, _):
-    named = refusals.given(named)
+@refusals.by_row("model by block attention")
+def test_masks_and_packed_rows_that_are_refused(row):
+    named = row.given()
     width = named["attention_mask"].shape[-1] if "attention_mask" in named else 8
-    refused = pytest.raises((ValueError, NotImplementedError), match=refusals.words(sentence))
-    with refused:
+    with row.refused():
         model(NAME)(tokens(1, width), **named)
 
 

@@ -43,7 +43,6 @@ from tests.devices import needs_gpu
 from tests.limits import forget
 from tests.oracles.clusters import ClusterWarps
 from tests.oracles.warps import GARBAGE
-from tests.refusals import words
 from tests.stand_in_kernels import stand_ins
 
 
@@ -240,12 +239,12 @@ def step(ran, monkeypatch):
     return functools.partial(nsa_torch.paged_attention, **given)
 
 
-@pytest.mark.parametrize(("changes", "sentence", "error"), refusals.rows("known step"))
-def test_a_known_step_is_checked_where_anything_differs(step, changes, sentence, error):
+@refusals.by_row("known step")
+def test_a_known_step_is_checked_where_anything_differs(step, row):
     step = functools.partial(step, made_with=(("rotation", "a"),))
     step()
-    with pytest.raises(error, match=words(sentence)):
-        step(**refusals.given(changes))
+    with row.refused():
+        step(**row.given())
 
 
 def test_a_known_step_has_the_scale_of_its_call(step):
@@ -336,11 +335,10 @@ def posed(**changes):
     return dataclasses.replace(PAPER, **changes)
 
 
-@pytest.mark.parametrize(("changes", "sentence", "_"), refusals.rows("decode kernel"))
-def test_what_the_decode_kernel_cannot_do(changes, sentence, _):
-    changes = refusals.given(changes, makers={"Variant": Variant})
-    with pytest.raises(NotImplementedError, match=f"the decode kernel .*{words(sentence)}"):
-        specs.decode(posed(**changes))
+@refusals.by_row("decode kernel")
+def test_what_the_decode_kernel_cannot_do(row):
+    with row.refused():
+        specs.decode(posed(**row.given(makers={"Variant": Variant})))
 
 
 def test_the_variant_follows_batch_and_table():

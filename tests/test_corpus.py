@@ -182,10 +182,10 @@ def test_a_wheel_of_another_hash(build, given, tmp_path, monkeypatch):
     assert not (tmp_path / "corpus").exists()
 
 
-@pytest.mark.parametrize(("changes", "sentence", "error"), refusals.rows("corpus"))
-def test_lists_that_are_refused(build, tmp_path, changes, sentence, error):
-    with pytest.raises(error, match=refusals.words(sentence)):
-        build(**changes)
+@refusals.by_row("corpus")
+def test_lists_that_are_refused(build, tmp_path, row):
+    with row.refused():
+        build(**row.changes)
     assert not (tmp_path / "corpus").exists()
 
 

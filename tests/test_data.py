@@ -137,15 +137,15 @@ def test_local_tokens_are_kept_until_the_file_changes(texts, load, monkeypatch, 
         load(texts / "a.jsonl")
 
 
-@pytest.mark.parametrize(("row", "sentence", "error"), refusals.rows("local files"))
-def test_bad_files_are_named(load, tmp_path, row, sentence, error):
-    path = tmp_path / row["name"]
-    path.write_text(row["text"], encoding="latin-1")
-    with pytest.raises(error, match=refusals.words(sentence)):
+@refusals.by_row("local files")
+def test_bad_files_are_named(load, tmp_path, row):
+    path, text = tmp_path / row.changes["name"], row.changes["text"]
+    path.write_text(text, encoding="latin-1")
+    with row.refused():
         load(path)
     left = [x for x in (tmp_path / "cache").glob("*") if x.suffix != ".lock"]
     # A whole file, only too short for this row.
-    assert bool(left) == (row["text"] == "short")
+    assert bool(left) == (text == "short")
 
 
 def test_files_that_are_not_there(load, tmp_path):

@@ -151,16 +151,16 @@ def test_what_refuses_it(call, said):
         call()
 
 
-@pytest.mark.parametrize(("change", "reason", "_"), refusals.rows("mosaic in 8 bits"))
-def test_what_kernels_refuse(change, reason, _):
+@refusals.by_row("mosaic in 8 bits")
+def test_what_kernels_refuse(row):
     problem = pose("attention", 64, H=16, Hkv=1, config=PAPER, capability=(9, 0), device=None)
     assert capability.why_not(problem) is None
-    changed = problem._replace(**refusals.given(change))
+    changed = problem._replace(**row.given())
     found = capability.why_not(changed)
     assert found is not None and found.startswith("compute_dtype='float8_e4m3' ")
-    assert reason in found
+    assert row.sentence in found
     exact = changed._replace(config=changed.config.of_sizes)
-    assert reason not in (capability.why_not(exact) or "")
+    assert row.sentence not in (capability.why_not(exact) or "")
 
 
 def test_explain_says_it():

@@ -581,9 +581,9 @@ def test_models_that_training_does_not_have(tmp_path):
         tmp_path / "x.safetensors",
         lambda **x: NSAForCausalLM(NSAModelConfig(**SIZES, **x)),
     )
-    for changed, sentence, _ in refusals.rows("training of a Hugging Face model"):
-        with pytest.raises(ValueError, match=refusals.words(sentence)):
-            to_safetensors(path, made(**changed))
+    for row in refusals.rows("training of a Hugging Face model"):
+        with row.refused():
+            to_safetensors(path, made(**row.changes))
     assert not path.exists()
     tied = made(tie_word_embeddings=True).eval()
     to_safetensors(path, tied)
@@ -614,18 +614,15 @@ def test_fsdp_shards_the_layers_it_is_told_of(tmp_path):
         dist.destroy_process_group()
 
 
-CONFIGURATIONS = refusals.rows("configuration of a Hugging Face model")
-
-
-@pytest.mark.parametrize("changed, sentence, kind", CONFIGURATIONS, ids=lambda x: str(x)[:30])
+@refusals.by_row("configuration of a Hugging Face model")
 @pytest.mark.filterwarnings("ignore")
-def test_configurations_that_are_refused(changed, sentence, kind):
-    config, refused = NSAModelConfig(**SIZES), functools.partial(pytest.raises, kind)
-    with refused(match=refusals.words(sentence)):
-        NSAModelConfig(**SIZES | changed)
-    unknown = changed.keys() - vars(config)
-    with refused(match=refusals.words(sentence)):
-        vars(config).update(changed)
+def test_configurations_that_are_refused(row):
+    config = NSAModelConfig(**SIZES)
+    with row.refused():
+        NSAModelConfig(**SIZES | row.changes)
+    unknown = row.changes.keys() - vars(config)
+    with row.refused():
+        vars(config).update(row.changes)
         if unknown:
             config = NSAModelConfig(**vars(config))
         NSAForCausalLM(config)
@@ -654,13 +651,10 @@ def folder(tmp_path_factory):
     return path
 
 
-CHECKPOINTS = refusals.rows("checkpoint of a Hugging Face model")
-
-
-@pytest.mark.parametrize("changed, sentence, _", CHECKPOINTS, ids=str)
-def test_checkpoints_that_are_refused(folder, changed, sentence, _):
-    with pytest.raises(ValueError, match=refusals.words(sentence)):
-        AutoModelForCausalLM.from_pretrained(folder, **changed)
+@refusals.by_row("checkpoint of a Hugging Face model")
+def test_checkpoints_that_are_refused(folder, row):
+    with row.refused():
+        AutoModelForCausalLM.from_pretrained(folder, **row.changes)
 
 
 def test_a_checkpoint_with_gate_and_phi_in_its_weights():
@@ -675,27 +669,23 @@ def test_a_checkpoint_with_gate_and_phi_in_its_weights():
 
 
 SIX = dict(rows=1, width=6)
-CALLS = refusals.rows("call of a Hugging Face model")
 
 
-@pytest.mark.parametrize("changed, sentence, kind", CALLS, ids=lambda x: str(x)[:60])
+@refusals.by_row("call of a Hugging Face model")
 @torch.no_grad()
-def test_calls_that_are_refused(changed, sentence, kind):
+def test_calls_that_are_refused(row):
     makers = refusals.MAKERS | {"DynamicCache": DynamicCache}
-    given = {"input_ids": tokens(**SIX)} | refusals.given(changed, makers=makers)
+    given = {"input_ids": tokens(**SIX)} | row.given(makers=makers)
     for name in ("mixed", "dense"):
-        with pytest.raises(kind, match=refusals.words(sentence)):
+        with row.refused():
             model(name)(**given)
 
 
-TEXTS_REFUSED = refusals.rows("text of a Hugging Face model")
-
-
-@pytest.mark.parametrize("changed, sentence, kind", TEXTS_REFUSED, ids=lambda x: str(x)[:60])
-def test_texts_that_are_refused(changed, sentence, kind):
+@refusals.by_row("text of a Hugging Face model")
+def test_texts_that_are_refused(row):
     made, ids = model("mixed"), tokens(**SIX)
-    with pytest.raises(kind, match=refusals.words(sentence)):
-        made.generate(**dict(inputs=ids, max_new_tokens=2) | GREEDY | refusals.given(changed))
+    with row.refused():
+        made.generate(**dict(inputs=ids, max_new_tokens=2) | GREEDY | row.given())
     assert made(ids).logits.isfinite().all()  # the configuration is as it was
 
 
@@ -719,21 +709,18 @@ def test_caches_that_are_refused():
     close(made(ids[:, :1], cache=cache).logits, want)
 
 
-KEYWORDS = refusals.rows("keyword of a Hugging Face model")
-
-
-@pytest.mark.parametrize("changed, sentence, error", KEYWORDS, ids=str)
+@refusals.by_row("keyword of a Hugging Face model")
 @torch.no_grad()
-def test_keywords_that_nobody_reads(changed, sentence, error):
+def test_keywords_that_nobody_reads(row):
     made, ids = model("mixed"), tokens(**SIX)
     calls = [made, made.model, functools.partial(made, labels=ids)]
-    if error is NotImplementedError:
+    if row.error is NotImplementedError:
         calls.append(functools.partial(made.generate, max_new_tokens=2))
     for call in calls:
-        with pytest.raises(error, match=refusals.words(sentence)):
-            call(ids, **refusals.given(changed))
+        with row.refused():
+            call(ids, **row.given())
     for call in calls[:3]:
-        call(ids, **dict.fromkeys(changed), token_type_ids=torch.zeros_like(ids))
+        call(ids, **dict.fromkeys(row.changes), token_type_ids=torch.zeros_like(ids))
 
 
 def test_keywords_of_the_loss():

@@ -368,14 +368,13 @@ def test_what_is_refused():
             call()
 
     makers = {"CompileConfig": CompileConfig}
-    for changed, sentence, _ in refusals.rows("text on pages"):
-        options = refusals.given(changed, makers=makers)
-        call = functools.partial(generate, ids, cache=cache, **options)
-        refused(refusals.words(sentence), call)
+    for row in refusals.rows("text on pages"):
+        with row.refused():
+            generate(ids, cache=cache, **row.given(makers=makers))
     assert cache.lengths is None
-    for changed, sentence, _ in refusals.rows("pages of a Hugging Face model"):
-        sizes = {"batch_size": 2, "capacity": 44} | refusals.given(changed)
-        refused(refusals.words(sentence), functools.partial(small, **sizes))
+    for row in refusals.rows("pages of a Hugging Face model"):
+        with row.refused():
+            small(**{"batch_size": 2, "capacity": 44} | row.given())
     step = lambda: made(ids[:, :1], cache=cache)
     made(ids, cache=cache)
     refused(

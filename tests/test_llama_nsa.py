@@ -161,19 +161,17 @@ def test_gradients_reach_every_weight():
     assert all(x.grad is not None and x.grad.abs().max() > 0 for x in made.parameters())
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence", "_"), refusals.rows("configuration of llama-nsa")
-)
-def test_bad_configurations(changed, sentence, _):
-    with pytest.raises(ValueError, match=refusals.words(sentence)):
-        LlamaNSAConfig(**SIZES | changed)
+@refusals.by_row("configuration of llama-nsa")
+def test_bad_configurations(row):
+    with row.refused():
+        LlamaNSAConfig(**SIZES | row.changes)
 
 
 @pytest.mark.parametrize("selection", ["exact", "trained"])
-@pytest.mark.parametrize(("changed", "sentence", "kind"), refusals.rows("call of llama-nsa"))
-def test_bad_calls(changed, sentence, kind, selection):
-    given = {"input_ids": torch.arange(12)[None]} | refusals.given(changed)
-    with pytest.raises(kind, match=refusals.words(sentence)):
+@refusals.by_row("call of llama-nsa")
+def test_bad_calls(row, selection):
+    given = {"input_ids": torch.arange(12)[None]} | row.given()
+    with row.refused():
         model(selection)(**given)
 
 

@@ -199,12 +199,12 @@ def test_partials_are_at_most_half_an_output(monkeypatch):
 FIT = pose("selected", 8, "jax", platform="gpu", H=4, capability=(9, 0), device=None)
 
 
-@pytest.mark.parametrize(("change", "reason", "_"), refusals.rows("mosaic"))
-def test_refusals(change, reason, _):
-    change = refusals.given(change)
+@refusals.by_row("mosaic")
+def test_refusals(row):
+    problem = FIT._replace(**row.given())
     assert capability.why_not(FIT) is None
-    assert capability.why_not(FIT._replace(**change)) == reason
-    assert kernels_pallas.why_not("mosaic", FIT._replace(**change)) == reason
+    assert capability.why_not(problem) == row.sentence
+    assert kernels_pallas.why_not("mosaic", problem) == row.sentence
 
 
 def test_the_interpreter_needs_no_gpu():

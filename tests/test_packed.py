@@ -408,9 +408,9 @@ def test_what_does_not_belong_together():
         layer(torch.zeros(1, T, 16), layer.init_cache(1, 100), varlen=meta)
     with refused("varlen must have a known total"):
         nsa_torch.varlen_metadata(numbers.to("meta"), config=SMALL).tensors(4, 2, 16)
-    for changed, sentence, _ in refusals.rows("tables of metadata"):
-        with refused(refusals.words(sentence)):
-            meta.tensors(4, 2, **{"key_width": 16} | changed)
+    for row in refusals.rows("tables of metadata"):
+        with row.refused():
+            meta.tensors(4, 2, **{"key_width": 16} | row.changes)
     numbers[1] += 1
     with refused("cu_seqlens must not be modified after varlen was made"):
         attend(*inputs)
@@ -428,9 +428,9 @@ def test_what_does_not_belong_together():
 def test_what_metadata_of_jax_refuses():
     good = {"segment_ids": np.array(IDS, np.int32), "config": SMALL}
     nsa_jax.varlen_metadata(**good, max_segments=4, max_seqlen=30)
-    for changed, sentence, _ in refusals.rows("metadata of JAX"):
-        with pytest.raises(ValueError, match=refusals.words(sentence)):
-            nsa_jax.varlen_metadata(**good | refusals.given(changed, "numpy"))
+    for row in refusals.rows("metadata of JAX"):
+        with row.refused():
+            nsa_jax.varlen_metadata(**good | row.given("numpy"))
 
 
 @pytest.mark.parametrize("device", BOTH)

@@ -220,10 +220,10 @@ def installed(monkeypatch):
 
 @EVERYWHERE
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("change", "reason", "_"), refusals.rows("triton"))
-def test_refusals(change, reason, _):
+@refusals.by_row("triton")
+def test_refusals(row):
     assert kernels_pallas.why_not("triton", pose()) is None
-    assert reason in kernels_pallas.why_not("triton", pose(**refusals.given(change)))
+    assert row.sentence in kernels_pallas.why_not("triton", pose(**row.given()))
 
 
 @pytest.mark.parametrize(("caller", "compiler", "reason"), table("choice")["jax-triton"])
