@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -18,26 +17,24 @@ import bench.harness.process
 from bench import oneshot, suite
 from bench.harness.process import ROOT, expand
 from nsa_core import config_files
-from tests import commands, spawned
+from tests import commands, pretend, spawned
+from tests.tables import table
 
-FAKE = "tests.fake_step"
-OK = {"name": "good", "command": f"{FAKE} ok", "timeout_s": 30}
-FAIL = {"name": "bad", "command": f"{FAKE} fail", "timeout_s": 30}
-HANG = {"name": "hang", "command": f"{FAKE} hang {{root}}/pid", "timeout_s": 2}
+TABLE = table("test_oneshot")
+GOOD = TABLE["runs"][0]["plan"][0]
 
 
 def test_an_installed_library_has_no_tests_to_run(run, monkeypatch, tmp_path):
     monkeypatch.setattr(bench.harness.process, "ROOT", tmp_path)
     monkeypatch.setattr(oneshot, "process", bench.harness.process)
-    tests = OK | {"command": "bench.suite -- tests"}
-    code, summary = run(tests)
-    assert code == 0 and [x["status"] for x in summary["steps"]] == ["skipped"]
-    assert summary["steps"][0]["reason"] == "tests come with a checkout, not with a wheel"
+    code, summary, _ = run(GOOD | {"command": "bench.suite -- tests"})
+    reason = "tests come with a checkout, not with a wheel"
+    assert code == 0 and told(summary) == [["good skipped", reason, ""]]
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """The command with a plan of these steps: exit status, summary."""
+    """The command with a plan of these steps: exit status, summary, and its folder."""
     monkeypatch.setattr(oneshot.environment, "device_name", lambda: "cpu")
 
     def call(*plan, arguments=()):
@@ -46,13 +43,17 @@ def run(tmp_path, monkeypatch):
         places = "--plan", path, "--out", tmp_path / "out"
         code = commands.called(oneshot, *places, *arguments)
         newest = max((tmp_path / "out").iterdir(), key=lambda folder: folder.stat().st_mtime)
-        return code, json.loads((newest / "summary.json").read_text())
+        return code, json.loads((newest / "summary.json").read_text()), newest
 
     return call
 
 
-def statuses(summary):
-    return {step["name"]: step["status"] for step in summary["steps"]}
+def told(summary):
+    """Of each step its name and status, the reason, and its files."""
+    return [
+        [f"{step['name']} {step['status']}", step["reason"], " ".join(step["files"])]
+        for step in summary["steps"]
+    ]
 
 
 def gone(pid: int) -> bool:
@@ -68,75 +69,35 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_every_step_runs_and_a_failure_is_the_whole_runs(run, capsys, monkeypatch):
-    said = []
-    monkeypatch.setattr(oneshot.heartbeat, "say", said.append)
-    code, summary = run(OK, FAIL, OK | {"name": "after"})
-    assert code == 1 and summary["status"] == "failed" and said == ["good", "bad", "after"]
-    assert not summary["ok"] and not summary["complete"]
-    assert statuses(summary) == {"good": "ok", "bad": "failed", "after": "ok"}
-    assert summary["steps"][1]["reason"] == "exit status 3"
-    assert summary["steps"][1]["files"] == ["bad.log"]
-    assert {"schema", "commit", "device", "start", "end", "versions"} <= set(summary)
-    printed = capsys.readouterr().out
-    assert "  | the last words of the log" in printed and "fake step: ok" not in printed
-
-
-def test_a_whole_run(run, monkeypatch):
+@pytest.mark.parametrize("row", TABLE["runs"], ids=lambda row: row["steps"][-1][0])
+def test_how_a_run_ends(row, run, capsys, monkeypatch):
+    """What its summary says, what is printed, and that it leaves no process."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    made = OK | {"name": "made", "command": f"{FAKE} records {{out}}/made.jsonl"}
-    last = OK | {"name": "report", "command": f"{FAKE} ok {{records}}", "last": True}
-    code, summary = run(made, last)
-    assert code == 0 and summary["ok"] and summary["complete"]
-    assert summary["steps"][0]["files"] == ["made.log", "made/made.jsonl"]
-    assert summary["steps"][1]["command"].endswith("made/made.jsonl")
-    assert all(step["seconds"] > 0 for step in summary["steps"])
+    said = pretend.calls_of(monkeypatch, oneshot.heartbeat, "say", lambda name: name)
+    code, summary, folder = run(*row["plan"], arguments=row.get("arguments", "").split())
+    assert [code, summary["ok"], summary["complete"]] == row["ends"]
+    assert summary["status"] == ("failed" if code else "ok")
+    assert {"schema", "commit", "device", "start", "end", "versions"} <= set(summary)
+    assert told(summary) == row["steps"]
+    ran = [step for step in summary["steps"] if step["files"]]
+    assert said == [step["name"] for step in ran] and all(step["seconds"] > 0 for step in ran)
+    assert summary["steps"][-1]["command"].endswith(row.get("command", ""))
+    printed = capsys.readouterr().out
+    assert ("  | the last words of the log" in printed) == ("bad" in said)
+    assert "fake step: ok" not in printed
+    for pid in folder.glob("pid"):
+        assert gone(int(pid.read_text()))
+
+
+def test_steps_that_are_not_of_the_plan(run):
+    with pytest.raises(app.UsageError, match=r"--only must be one of \['good'\], got 'other'"):
+        run(GOOD, arguments=["--only=other"])
 
 
 def test_a_summary_has_no_path_of_this_machine(run):
     made = Path(bench.harness.process.ROOT, "artifacts", "nowhere")
-    _, summary = run(OK | {"command": f"{FAKE} ok {made}"})
-    assert summary["steps"][0]["command"] == f"python -m {FAKE} ok artifacts/nowhere"
-
-
-def test_a_timeout_ends_what_the_step_started(run, tmp_path):
-    code, summary = run(HANG, OK)
-    assert code == 1 and statuses(summary) == {"hang": "timeout", "good": "ok"}
-    assert summary["steps"][0]["reason"] == "timeout after 2 s"
-    (pid,) = (tmp_path / "out").glob("*/pid")
-    assert gone(int(pid.read_text()))
-
-
-def test_a_run_without_time_is_not_complete(run):
-    last = OK | {"name": "report", "last": True, "timeout_s": 3600}
-    code, summary = run(OK, last, arguments=["--minutes=1"])
-    # What comes last is provided for: nothing is left for the first.
-    assert code == 1 and statuses(summary) == {"good": "skipped", "report": "ok"}
-    assert summary["steps"][0]["reason"] == "the budget of 1 minutes is spent"
-    code, summary = run(HANG | {"timeout_s": 60}, OK, arguments=["--minutes=0.02"])
-    assert code == 1 and statuses(summary) == {"hang": "timeout", "good": "skipped"}
-    assert "the time limit of the run was reached" in summary["steps"][0]["reason"]
-
-
-def test_steps_can_be_chosen(run):
-    code, summary = run(FAIL, OK, arguments=["--only=good"])
-    assert code == 0 and summary["ok"] and not summary["complete"]
-    assert statuses(summary) == {"bad": "skipped", "good": "ok"}
-    code, summary = run(FAIL, OK, arguments=["--skip=bad"])
-    assert code == 0 and summary["steps"][0]["reason"] == "--skip"
-    with pytest.raises(app.UsageError, match=r"--only must be one of \['good'\], got 'other'"):
-        run(OK, arguments=["--only=other"])
-
-
-def test_a_step_needs_another(run):
-    needy = OK | {"name": "needy", "needs": ["bad"]}
-    code, summary = run(FAIL, needy)
-    assert code == 1 and statuses(summary) == {"bad": "failed", "needy": "skipped"}
-    # Asked for by itself, it is missing all the same.
-    code, summary = run(FAIL, needy, arguments=["--only=needy"])
-    assert code == 1 and "did not end well" in summary["steps"][1]["reason"]
-    code, summary = run(OK | {"command": f"{FAKE} ok {{records}}"})
-    assert code == 1 and summary["steps"][0]["reason"] == "no records were made"
+    _, summary, _ = run(GOOD | {"command": f"{GOOD['command']} {made}"})
+    assert summary["steps"][0]["command"] == f"python -m {GOOD['command']} artifacts/nowhere"
 
 
 def test_a_folder_is_never_used_twice(tmp_path):
@@ -147,7 +108,7 @@ def test_a_folder_is_never_used_twice(tmp_path):
 
 def test_sigterm_ends_the_step_and_writes_the_summary(tmp_path):
     plan = tmp_path / "plan.yaml"
-    plan.write_text(yaml.safe_dump({"steps": [OK, HANG | {"timeout_s": 100}, FAIL]}))
+    plan.write_text(yaml.safe_dump({"steps": TABLE["sigterm"]}))
     command = [sys.executable, "-m", "bench.oneshot", "--plan", plan, "--out", tmp_path]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for _ in range(600):
@@ -160,19 +121,15 @@ def test_sigterm_ends_the_step_and_writes_the_summary(tmp_path):
     assert gone(int(pids[0].read_text()))
     summary = json.loads((pids[0].parent / "summary.json").read_text())
     assert summary["status"] == "interrupted" and not summary["ok"]
-    assert statuses(summary) == {"good": "ok", "hang": "interrupted", "bad": "skipped"}
-    assert summary["steps"][1]["reason"] == "SIGTERM"
+    found = (
+        ["good ok", ""],
+        ["hang interrupted", "SIGTERM"],
+        ["bad skipped", "the run was interrupted before it"],
+    )
+    assert [x[:2] for x in told(summary)] == [*found]
 
 
-@pytest.mark.parametrize(
-    "steps, message",
-    [
-        ([OK, OK], "two steps have the name 'good'"),
-        ([OK | {"needs": ["none"]}], r"good needs \['none'\]"),
-        ([OK | {"timout": 1}], r"plan\.yaml\.steps\.0\.timout: unknown key"),
-        ("good", r"plan\.yaml\.steps: .*got 'good'"),
-    ],
-)
+@pytest.mark.parametrize("steps, message", TABLE["refused"])
 def test_bad_plans_are_refused(steps, message, tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump({"steps": steps}))
@@ -267,7 +224,8 @@ def test_the_suite_fails_where_a_test_is_skipped_without_leave(tmp_path):
     (tmp_path / "test_it.py").write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no mood')\n"
     )
-    own = f"-p no:cacheprovider --rootdir={tmp_path} --confcutdir={tmp_path} -c {os.devnull}"
+    (tmp_path / "pytest.ini").touch()
+    own = f"-p no:cacheprovider --confcutdir={tmp_path}"
     folders = {}
     for reason in ("no mood", "another"):
         skips, out = tmp_path / "skips.yaml", tmp_path / reason.replace(" ", "_")
