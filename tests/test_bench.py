@@ -398,23 +398,15 @@ def test_rows_that_were_named(run, monkeypatch, words, sliding, statuses, status
     assert code == getattr(exit_status, status)
 
 
-def test_of_all_implementations_one_a_branch_must_be_measured():
-    def asked_for(*rows, **job):
-        pairs = [(Job(r.branch, r.implementation, **job), r) for r in rows]
-        return exit_status.of(compare.answers(pairs))
-
+@pytest.mark.parametrize("rows, status", TABLE["answers of compare"])
+def test_of_all_implementations_one_a_branch_must_be_measured(rows, status):
     compare.FLAGS.mark_as_parsed()
-    good = dataclasses.replace(OK, branch="sliding", implementation="xla")
-    lost = dataclasses.replace(good, status="oom", reason="no room", implementation="mosaic")
-    other = dataclasses.replace(lost, branch="selected")
-    assert asked_for(good, lost) == asked_for(lost, good) == exit_status.OK
-    assert asked_for(good, other) == exit_status.NOT_MEASURED
-    elsewhere = dataclasses.replace(lost, framework="torch")
-    assert asked_for(good, elsewhere) == exit_status.NOT_MEASURED
-    assert asked_for(good, lost, asked=True) == exit_status.NOT_MEASURED
-    # A name of the other framework is none that is lacking here.
-    pairs = [(Job("sliding", "xla"), good), (Job("sliding", "sdpa", asked=None), elsewhere)]
-    assert exit_status.of(compare.answers(pairs)) == exit_status.OK
+    pairs = []
+    for branch, framework, asked, ended in rows:
+        about = dict(branch=branch, framework=framework, implementation=f"of {ended}")
+        found = dataclasses.replace(OK, **about, status=ended, reason="no room")
+        pairs.append((Job(branch, found.implementation, asked=asked), found))
+    assert exit_status.of(compare.answers(pairs)) == getattr(exit_status, status)
 
 
 def test_a_named_kernel_may_fall_back(run):
