@@ -1,5 +1,6 @@
 """Records for tests of what is derived from them."""
 
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,19 @@ def pairs(
         rows.append(record(branch, base, 1.0, **own | fields))
         rows.append(record(branch, fast, gain and 1.0 / gain, **own | fields))
     return rows
+
+
+def made(rows: Iterable[Any], pairs: Callable = pairs) -> list[Record]:
+    """Records of rows of a table: branch, speed-up of a kernel by length, the kernel and fields of
+    all of these `pairs`; or branch, implementation, time, and fields of one record.
+    """
+    found = []
+    for branch, one, other, fields in rows:
+        if isinstance(one, dict):
+            found += pairs(branch, one, other, **fields)
+        else:
+            found.append(record(branch, one, other, **fields))
+    return found
 
 
 NUMBERS = dict(loss=1.0, grad_norm=1.0, lr=1.0, tokens_per_s=1.0)

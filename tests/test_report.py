@@ -13,8 +13,10 @@ from bench.harness import records
 from bench.reports import plots, render, sources
 from nsa_core import policy
 from tests import commands, pretend
-from tests.measured import GPU, pairs, record
+from tests.measured import GPU, made, record
+from tests.tables import table
 
+TABLE = table("test_report")
 EVIL = "<script>alert('x')</script>"
 
 
@@ -41,9 +43,7 @@ def rows_of(text):
 
 
 def test_rows_with_speed_ups_and_errors(build):
-    dense = record("dense", "flash", 4.0, bench="compare")
-    rows = [dense, *pairs("sliding", {512: 2.0}, bench="compare")]
-    _, sdpa, fast = rows_of(report.html(build(rows), []))
+    _, sdpa, fast = rows_of(report.html(build(made(TABLE["speed-ups"])), []))
     assert (sdpa["over dense"], sdpa["over portable"]) == ("4x", "1x")
     assert (fast["over dense"], fast["over portable"]) == ("8x", "2x")
     assert fast["ms"].split()[0] == "0.5" and fast["error / bound"].split() == [
@@ -54,21 +54,14 @@ def test_rows_with_speed_ups_and_errors(build):
 
 
 def test_a_speed_up_is_over_the_fastest_dense_of_the_same_problem():
-    slow, dense = record("dense", "slow", 40.0), record("dense", "flash", 4.0)
-    wrong = {"status": "wrong", "reason": "far"}
-    others = {"S": 1024, "device": "b", "H": 4, "framework": "jax"}
-    rows = [slow, dense, record("all", "fa2", 1.0), record("all", "fa2", 1.0, **wrong)]
-    rows += [record("all", "fa2", 1.0, **{key: x}) for key, x in others.items()]
-    assert render.speed_ups(rows) == [0.1, 1.0, 4.0, *[None] * 5]
-    # A wrong dense row is no base.
-    assert render.speed_ups([rows[2], record("dense", "flash", 4.0, **wrong)]) == [None] * 2
+    assert render.speed_ups(made(TABLE["fastest dense"])) == [0.1, 1.0, 4.0, *[None] * 5]
+    assert render.speed_ups(made(TABLE["wrong dense"])) == [None] * 2
 
 
 @pytest.mark.parametrize("status", ["wrong", "oom", "unsupported", "error"])
 def test_a_failed_row_shows_its_reason_and_no_speed(build, status):
-    base = [record("dense", "flash", 4.0), record("sliding", "sdpa", 1.0)]
     bad = record("sliding", "fa2", 0.5, status=status, reason="it went astray")
-    found = build([*base, bad])
+    found = build([*made(TABLE["failed"]), bad])
     row = rows_of(report.html(found, []))[2]
     assert row["status"] == status and "it went astray" in row["note"]
     assert [row[name] for name in ("ms", "over dense", "over portable", "TFLOP/s")] == ["-"] * 4
@@ -95,7 +88,7 @@ def test_text_of_records_is_escaped(build):
 
 
 def test_the_page_asks_for_nothing(build, tmp_path):
-    found = build(pairs("sliding", {512: 2.0, 1024: 3.0}) + [record("dense", "flash", 4.0)])
+    found = build(made(TABLE["page"]))
     figures = plots.plots(found.records, tmp_path)
     text = report.html(found, figures)
     assert not re.search(r"(src|href)=[\"'](?!#|data:)", text)
@@ -107,8 +100,7 @@ def test_the_page_asks_for_nothing(build, tmp_path):
 
 
 def test_plots_of_what_was_timed(build, tmp_path):
-    timed = [record("dense", "flash", 4.0), *pairs("sliding", {512: 2.0, 1024: 3.0})]
-    timed += [record("dense", "flash", 16.0, S=1024)]
+    timed = made(TABLE["plots"])
     found = plots.plots(timed, tmp_path)
     titles = [plot.title.partition(":")[0] for plot in found]
     assert titles == ["Time", "Speed-up over dense attention"]
@@ -119,10 +111,7 @@ def test_plots_of_what_was_timed(build, tmp_path):
 
 
 def test_lines_join_what_differs_in_length_only():
-    rows = pairs("sliding", {512: 2.0, 1024: 3.0}) + pairs("sliding", {512: 2.0}, H=4)
-    rows += pairs("selected", {256: 2.0, 512: 3.0}, bench="selection")
-    rows += pairs("selected", {256: 2.0}, bench="selection", H=4)
-    found = list(plots.panels(rows, lambda r: r.time_ms))
+    found = list(plots.panels(made(TABLE["lines"]), lambda r: r.time_ms))
     assert [panel[:2] for panel in found] == [
         ("selected", "selected keys per query"),
         ("sliding", "tokens"),
@@ -131,27 +120,13 @@ def test_lines_join_what_differs_in_length_only():
 
 
 def test_single_dots_are_no_plot(tmp_path):
-    """What was measured at one length, however often, stands in the table only."""
-    rows = [record("dense", "flash", 4.0)] * 2 + pairs("sliding", {512: 2.0})
-    assert plots.plots(rows, tmp_path) == [] and list(tmp_path.iterdir()) == []
+    assert plots.plots(made(TABLE["dots"]), tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
 def test_markdown_has_the_seeds_sections(build):
-    rows = pairs("sliding", {512: 29.0}) + pairs("compressed", {1024: 3.0})
-    rows += [record("sliding", "masked", 1.07 / 29)]
-    rows += pairs("selected", {256: 1.5}, "mosaic")
-    rows += [record("all", "mosaic", 1.0, mode="decode", T=1, S=4096)]
-    rows += [record("all", "fla", 1.0, extra={"judged": False})]
-    text = report.markdown(build(rows))
-    shape = "torch forward B=1 H=8/2 D=64/64 bfloat16"
-    assert f"- S=512: w=512 x1.07 (x29.00 over the portable path; {shape})" in text
-    # Without a masked row the seed's question has no answer; another is no substitute.
-    assert "x3.00" not in text and "over masked SDPA, compressed" not in text
-    assert "L=256 mosaic x1.50 (torch" in text
-    assert "| 4096 | torch all mosaic | 1 | - |" in text
-    assert "| torch sliding fa2 forward | 1 | 0.10 | PASS |" in text
-    assert "torch all fla" not in text  # timed only: no verdict
-    assert "none: no file of this device" in text
+    text = report.markdown(build(made(TABLE["sections"])))
+    assert not [part for part in TABLE["has"] if part not in text]
+    assert not [part for part in TABLE["lacks"] if part in text]
 
 
 def test_verdicts_of_a_training_run_are_shown(tmp_path):

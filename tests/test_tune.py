@@ -1,6 +1,7 @@
 """From records to thresholds: what wins, what does not, and what is no evidence at all."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 
@@ -27,15 +28,7 @@ def pairs(branch, gains, fast="fa2", **fields):
     return measured.pairs(branch, gains, fast, base=base, **fields)
 
 
-def made(described):
-    """Records (`test_tune.yaml`)."""
-    found = []
-    for branch, one, other, fields in described:
-        if isinstance(one, dict):
-            found += pairs(branch, one, other, **fields)
-        else:
-            found.append(record(branch, one, other, **fields))
-    return found
+made = functools.partial(measured.made, pairs=pairs)
 
 
 def written(folder):
@@ -195,9 +188,8 @@ def card(tmp_path):
 
 def test_the_card_of_the_seed_gets_its_answer(run, write, card, capsys):
     """Its matrix lifts the rule that it disproves, and no other; comments stay."""
-    rows = {name: made(described) for name, described in TABLE["card"].items()}
-    write(rows["matrix"], "run/selection_s2/selection.jsonl")
-    folder = write(rows["grid"], "run/fa2/fa2.jsonl").parents[1]
+    write(made(TABLE["card"]["matrix"]), "run/selection_s2/selection.jsonl")
+    folder = write(made(TABLE["card"]["grid"]), "run/fa2/fa2.jsonl").parents[1]
     before = card.read_text().splitlines()
     assert run(folder) == 0
     device = policy.read(card)
