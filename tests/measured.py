@@ -1,6 +1,7 @@
 """Records for tests of what is derived from them."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ GPU = "NVIDIA Test 80GB"
 def record(branch: str, implementation: str, ms: float | None, **fields: Any) -> Record:
     """A row; without a time it is one that failed, `wrong` unless said otherwise."""
     length = fields.pop("S", 512)
-    config = fields.pop("config", NSAConfig())
+    config = fields.pop("config", {})
+    config = NSAConfig(**config) if isinstance(config, dict) else config
     values: dict[str, Any] = dict(bench="fa2", framework="torch", mode="forward", device=GPU)
     values |= dict(B=1, T=length, S=length, H=8, Hkv=2, D=64, Dv=64, dtype="bfloat16")
     values |= dict(input="random", commit="c0ffee", time="2026-01-01T00:00:00+00:00")
@@ -82,3 +84,8 @@ def problem(settings, platform="cuda", capability=None, device=None):
     """The problem of these settings in torch on a device."""
     about = {"platform": platform, "capability": capability, "device": device}
     return runners.asked(settings, SimpleNamespace(framework="torch", **about))
+
+
+def of_kind(kind: Any, path: Path) -> list:
+    """The lines of a kind in a training log."""
+    return [line for line in log.read(path) if isinstance(line, kind)]

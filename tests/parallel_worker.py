@@ -10,6 +10,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -32,9 +33,20 @@ CORPUS = 2**14
 STOPPED = 3  # steps of the run that goes on with other ranks
 
 
-def task(attention: spec.Attention = "nsa", dtype: str = "float32", **changed) -> spec.Task:
-    model = spec.ModelSpec(LAYER, attention, layers=2, hidden=24)
+def task(
+    attention: spec.Attention = "nsa",
+    dtype: str = "float32",
+    layer: LayerSpec = LAYER,
+    **changed,
+) -> spec.Task:
+    model = spec.ModelSpec(layer, attention, layers=2, hidden=24)
     return spec.Task("micro", model, dataclasses.replace(TRAINING, **changed), dtype)
+
+
+def altered(todo: spec.Task, layer: dict[str, Any], **model) -> spec.Task:
+    """The task with another layer and model."""
+    model["layer"] = dataclasses.replace(todo.model.layer, **layer)
+    return dataclasses.replace(todo, model=dataclasses.replace(todo.model, **model))
 
 
 class Documents(Batches):

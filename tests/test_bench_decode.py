@@ -14,7 +14,7 @@ from nsa_core.types import Branches
 from nsa_torch import paged_attend
 from tests import pretend
 from tests.commands import CONFIG, SIZES, ends, run
-from tests.measured import record
+from tests.measured import made, record
 from tests.tables import table
 
 SMALL = f"{SIZES} --warmup=1 --input=random --dtype=f32"
@@ -91,21 +91,13 @@ def test_several_new_tokens(framework, tmp_path):
 
 def test_the_table_has_hosts_where_records_have(tmp_path, monkeypatch):
     """Of the device and commit that are asked for."""
-    hosts = {"paged/mosaic": 0.0512, "paged_fp8/mosaic": 0.0649}
-    rows = [
-        record("all", kind, 0.1, extra={"host_ms": ms}, commit="beef")
-        for kind, ms in hosts.items()
-    ]
-    rows += [record("dense", "cudnn", 0.1, commit="beef")]
-    rows += [record("all", x, 0.3, commit="c0de") for x in ("mosaic", "paged/mosaic")]
     monkeypatch.setattr(doc_tables, "DEVICE", tmp_path / "card")
-    (tmp_path / "card").mkdir()
-    records.append(tmp_path / "card/decode.jsonl", rows)
-    head, _, row = doc_tables.of_lines("decode", device="card", commit="beef").splitlines()
-    assert head.count("host") == 2
-    assert row.endswith("| 0.100 | 0.100 | 0.100 | 0.051 | 0.065 | beef |")
-    head, _, row = doc_tables.of_lines("decode", device="card", commit="c0de").splitlines()
-    assert "host" not in head and row.endswith("| 0.300 | 0.300 | c0de |")
+    given = table("bench")["hosts of decoding"]
+    records.append(tmp_path / "card/decode.jsonl", made(given["records"]))
+    for commit, hosts, cells in given["commits"]:
+        told = doc_tables.of_lines("decode", device="card", commit=commit)
+        head, _, row = told.splitlines()
+        assert head.count("host") == hosts and row.endswith(f"| {cells} | {commit} |")
 
 
 def test_a_part_longer_than_the_whole_is_refused():

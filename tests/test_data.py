@@ -14,6 +14,7 @@ from bench.lm import data, log, sources, stream, tokens
 from bench.lm.data import Batches
 from bench.lm.packing import Packed
 from tests import refusals
+from tests.measured import of_kind
 from tests.tables import table
 
 WIDTH = 9
@@ -394,8 +395,7 @@ def test_the_real_library_beside_a_fake_hub(tmp_path):
     )
     for error, message in zip(result["errors"], messages, strict=True):
         assert re.match(message, error), error
-    lines = log.read(tmp_path / "run" / "train.jsonl")
-    assert len([line for line in lines if isinstance(line, log.Step)]) == 2
+    assert len(of_kind(log.Step, tmp_path / "run" / "train.jsonl")) == 2
 
 
 def test_rows_that_repeat_passages_of_theirs():

@@ -14,10 +14,9 @@ import nsa_jax
 import nsa_torch
 from bench import doc_tables
 from bench.harness import records, seed_env
-from nsa_torch import NSAConfig
 from tests import parse_commands, spawned
 from tests.commands import called
-from tests.measured import record
+from tests.measured import made
 from tests.tables import table
 
 ROOT = doc_tables.ROOT
@@ -193,27 +192,6 @@ def test_runs_and_seeds_of_an_experiment():
     assert all(line.endswith("| 0, 1 |") for line in told)
 
 
-SHAPE = {"S": 4096, "bench": "compare"}
-
-
-@pytest.fixture
-def tables(tmp_path, monkeypatch):
-    """What a table of `doc_tables` shows of these records, a cell a column in each row."""
-    monkeypatch.setattr(doc_tables, "DEVICE", tmp_path / "card")
-
-    def tables(rows, name="attention"):
-        path = tmp_path / "card/compare.jsonl"
-        path.unlink(missing_ok=True)
-        records.append(path, rows)
-        head, _, *lines = doc_tables.TABLES[name](device="card").splitlines()
-        cells = [[x.split(" | ") for x in each] for each in ([head.strip("| ")], lines)]
-        return [
-            dict(zip(cells[0][0], [y.strip("| ") for y in x], strict=True)) for x in cells[1]
-        ]
-
-    return tables
-
-
 def test_packed_rows_that_failed_have_no_ratio(monkeypatch):
     """Theirs and those of separate rows are shown where they are right."""
     lines = [
@@ -234,36 +212,24 @@ def test_packed_rows_that_failed_have_no_ratio(monkeypatch):
     )
 
 
-def test_a_row_that_failed_since_is_no_older_time(tables, monkeypatch):
+def test_a_row_that_failed_since_is_no_older_time(tmp_path, monkeypatch):
     """Of a shape the newest record counts: one that is wrong shows no time and no ratio. Other
     sizes and precisions than the tables speak of are other rows."""
-    rows = [record("all", "mosaic", 1.0, **SHAPE)]
-    rows += [record("dense", name, 3.0, **SHAPE) for name in doc_tables.DENSE]
-    sizes = {"B": 1, "H": 8, "Hkv": 2, "D": 64, "Dv": 64, "T": 4096}
-    monkeypatch.setitem(doc_tables.KINDS, "summary", {"it": sizes})
+    given, path = table("bench")["newest records"], tmp_path / "card/compare.jsonl"
+    monkeypatch.setattr(doc_tables, "DEVICE", tmp_path / "card")
+    monkeypatch.setitem(doc_tables.KINDS, "summary", {"it": given["shape"]})
     monkeypatch.setattr(doc_tables, "PASSES", {"forward": "forward"})
     shown, packed = doc_tables.chosen, [{"documents": [8], "form": "", "mode": ""}]
     none = lambda name, *given, **how: (
         packed if name == "packed" else shown(name, *given, **how)
     )
     monkeypatch.setattr(doc_tables, "chosen", none)
-
-    def times(name="attention"):
-        row = [*tables(rows, name)[0].values()]
-        return row[4:7] if name == "attention" else row[2:5]
-
-    assert times("summary") == ["1.00", "3.00", "NSA is **3.0x as fast**"]
-    rows += [
-        record("all", "mosaic", 0.5, **SHAPE, dtype="float16"),
-        record("all", "mosaic", 0.5, **SHAPE, config=NSAConfig(num_selected=8)),
-    ]
-    assert times() == ["1.00", "3.00", "3.00"]
-    rows += [record("all", "mosaic", None, **SHAPE), record("dense", "flash", None, **SHAPE)]
-    assert times() == ["wrong", "3.00", "wrong"]
-    rows += [record("dense", "flash", 4.0, **SHAPE)]
-    assert times("summary") == ["wrong", "3.00", "**wrong**"]
-    refused = dict(status="unsupported", reason="no")
-    rows += [record("dense", "flash", None, **SHAPE | refused)]
-    assert times()[:2] == ["wrong", "3.00"] and "4.00" not in str(tables(rows))
+    for name, rows, cells in given["rows"]:
+        records.append(path, made(rows))
+        head, _, *lines = doc_tables.TABLES[name](device="card").splitlines()
+        assert {line.count(" | ") for line in lines} == {head.count(" | ")}
+        begin = {"attention": 4, "summary": 2}[name]
+        assert lines[0].strip("| ").split(" | ")[begin : begin + len(cells)] == cells
+    assert "4.00" not in str(lines)
     with pytest.raises(ValueError, match="card must have records of it"):
-        tables(rows, "summary")
+        doc_tables.TABLES["summary"](device="card")

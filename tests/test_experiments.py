@@ -25,7 +25,7 @@ from bench.lm import (
 )
 from nsa_torch import NSAAttention
 from tests import commands, pretend
-from tests.parallel_worker import learner_of, stepped
+from tests.parallel_worker import altered, learner_of, stepped
 from tests.test_train import SIZES, TABLE, task
 
 TINY = experiments.Setting("tiny", batch=1, length=300, steps=3, lr=1e-2)
@@ -145,10 +145,9 @@ def test_experiments_can_be_run():
 @pytest.mark.parametrize("changes", TABLE["variants"], ids=str)
 def test_variants_of_the_model(changes, tmp_path):
     """Products are what is counted, a step moves all weights, and what they cannot is refused."""
-    todo, changes = task("nsa"), dict(changes)
-    layer = dataclasses.replace(todo.model.layer, kv=changes.pop("kv", "separate"))
-    model = dataclasses.replace(todo.model, layer=layer, **changes)
-    todo = dataclasses.replace(todo, model=model)
+    changes = {"layer": {}} | changes
+    todo = altered(task("nsa"), **changes)
+    model = todo.model
     learner, run = learner_of(tmp_path, todo)
     matrices = [x for x in learner.master.parameters() if x.ndim > 1]
     assert model.products() == sum(x.numel() for x in matrices) - model.vocabulary * 16
@@ -198,17 +197,9 @@ def test_phases_of_a_training():
 def test_the_first_steps_of_a_training_are_full(tmp_path):
     """Two of twelve steps have the losses of a model that selects every block, and no other."""
     losses = []
-    for name, sizes, changes in (
-        ("every", {"n_sel": 9}, {}),
-        ("full", {}, {"full_share": 0.1}),
-        ("sparse", {}, {}),
-    ):
-        todo = task("nsa")
-        layer = dataclasses.replace(todo.model.layer, **sizes)
-        model = dataclasses.replace(todo.model, layer=layer, **changes)
-        todo = dataclasses.replace(todo, model=model)
-        (tmp_path / name).mkdir()
-        losses.append(stepped(*learner_of(tmp_path / name, todo), range(3)))
+    for changes in ({"layer": {"n_sel": 9}}, {"layer": {}, "full_share": 0.1}, {"layer": {}}):
+        todo = altered(task("nsa"), **changes)
+        losses.append(stepped(*learner_of(tmp_path / str(len(losses)), todo), range(3)))
     every, full_first, sparse = losses
     assert full_first[:2] == pytest.approx(every[:2], rel=1e-6)
     assert abs(full_first[0] - sparse[0]) > 1e-5 < abs(full_first[2] - every[2])
@@ -267,8 +258,7 @@ def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
         assert sorted(x for x in lists if x >= 0) == sorted(best), (row, at, group)
         assert lists.count(-1) == config.num_selected - len(best)
     for blocks in (config.num_selected, 100):
-        wide = dataclasses.replace(todo.model.layer, n_sel=blocks)
-        taught = torch_lm.LM(dataclasses.replace(todo.model, layer=wide))
+        taught = torch_lm.LM(altered(todo, {"n_sel": blocks}).model)
         torch.nn.init.normal_(taught.embedding)
         alone = taught(tokens)
         taught.teachers = (dense.model,)

@@ -21,6 +21,7 @@ from nsa_torch.huggingface import (
 from tests import pretend, refusals
 from tests.devices import BOTH
 from tests.limits import set_limits
+from tests.model_sizes import MODELS
 from tests.test_huggingface import (
     CACHES,
     FP8,
@@ -326,24 +327,12 @@ def test_generate_is_on_pages_by_default_on_a_gpu(device, captured, monkeypatch)
         for name in ("memory_reserved", "memory_allocated"):
             monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     want = generate(cache_implementation="dynamic")
-    for options in (
-        {},
-        dict(prefill_chunk_size=16),
-        dict(max_new_tokens=None, max_length=WIDTH + count),
-        dict(do_sample=True, top_k=1, num_return_sequences=2),
-    ):
+    for options in MODELS["on pages"]:
         copies = options.get("num_return_sequences", 1)
         assert torch.equal(generate(**options)[::copies], want), options
         assert seen == [(2 * copies, WIDTH + count - 1)], options
-    for options in (
-        dict(max_new_tokens=1),
-        dict(cache_implementation="dynamic"),
-        dict(use_cache=False),
-        dict(num_beams=2),
-        dict(return_dict_in_generate=True),
-        dict(disable_compile=True),
-        dict(made=on(device, "mixed", attention=("nsa", "dense"))),
-    ):
+    mixed = on(device, "mixed", attention=("nsa", "dense"))
+    for options in (*MODELS["on no pages"], {"made": mixed}):
         generate(**options)
         assert not seen, options
     if device == "cpu":

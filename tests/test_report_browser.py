@@ -8,7 +8,8 @@ import pytest
 from bench import report
 from bench.harness import records
 from bench.reports import plots, sources
-from tests.measured import pairs, record
+from tests.measured import made
+from tests.tables import table
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 EXECUTABLE = next(filter(None, map(shutil.which, NAMES)), None)
@@ -28,12 +29,7 @@ pytestmark = [
 def address(tmp_path_factory):
     """Of a page with failed rows, long reasons, plots and hostile text."""
     folder = tmp_path_factory.mktemp("report")
-    rows = [record("dense", "flash", 4.0), record("dense", "flash", 30.0, S=1024)]
-    rows += pairs("sliding", {512: 2.0, 1024: 3.0}) + pairs("compressed", {512: None})
-    rows += [record("all", "mosaic", 0.25, framework="jax", device="Other")]
-    rows += [record("all", "mosaic", ms, S=n) for n, ms in ((512, 8.0), (1024, 5.0))]
-    evil = "<img src=x onerror=alert(1)>" + "unbroken" * 40
-    rows += [record("selected", "mosaic", None, status="oom", reason=evil)]
+    rows = made(table("test_report")["browser"])
     records.append(folder / "rows.jsonl", rows)
     found = sources.read([folder / "rows.jsonl"], "Title <b>bold</b>")
     text = report.html(found, plots.plots(found.records, folder))

@@ -1,6 +1,7 @@
 """Training: two frameworks, one curve; checkpoints, their resumption, and what ends a run."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -36,7 +37,7 @@ from nsa_core.layer import LayerSpec
 from nsa_interop import weights
 from tests import commands, pretend
 from tests import parallel_worker as worker
-from tests.measured import logged
+from tests.measured import logged, of_kind
 from tests.parallel_worker import StopAt, apart, learner_of, trained
 from tests.tables import table
 
@@ -44,8 +45,10 @@ from tests.tables import table
 TOLERANCE = 3e-6
 TABLE = table("training")
 SIZES = TABLE["layers"]["one"]
-LAYER = LayerSpec(**SIZES, key_taps=3)
-TRAINING = spec.Training(steps=12, batch=2, seq_len=72, lr=1e-2, warmup=2)
+task = functools.partial(
+    worker.task, layer=LayerSpec(**SIZES, key_taps=3), steps=12, batch=2, seq_len=72
+)
+TRAINING = task().training
 CORPUS = 2**16
 ATTENTIONS: tuple[spec.Attention, ...] = ("nsa", "dense")
 FRAMEWORKS = ("jax", "torch")
@@ -57,11 +60,6 @@ def one_thread():
     torch.set_num_threads(1)  # the problems are too small for more
     yield
     torch.set_num_threads(before)
-
-
-def task(attention: spec.Attention, **changed) -> spec.Task:
-    model = spec.ModelSpec(LAYER, attention, layers=2, hidden=24)
-    return spec.Task("micro", model, dataclasses.replace(TRAINING, **changed), "float32")
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +97,7 @@ def test_a_resumed_run_gives_the_same_losses(whole, tmp_path, framework):
     _, summary, losses = trained(tmp_path, todo, **options)
     assert summary == whole[framework, "nsa"][0]
     np.testing.assert_array_equal(losses, whole[framework, "nsa"][1])
-    headers = [line for line in log.read(run.path) if isinstance(line, log.Header)]
-    assert [header.first_step for header in headers] == [0, 5]
+    assert [header.first_step for header in of_kind(log.Header, run.path)] == [0, 5]
 
 
 def test_a_run_goes_on_in_the_other_framework(whole, tmp_path):
@@ -431,8 +428,7 @@ def test_a_signal_saves_and_resume_goes_on(command, tmp_path, number):
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == train.STOPPED and "Traceback" not in errors, errors
-    found = log.read(path)
-    done = len([line for line in found if isinstance(line, log.Step)])
+    done = len(of_kind(log.Step, path))
     assert f"torch-dense stopped: {number.name} after {done} steps, saved to" in errors
     assert f"the same command with --resume --out={tmp_path / 'out'} goes on" in errors
     kept = tmp_path / "out" / "checkpoints" / "torch-dense"

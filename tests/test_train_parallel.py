@@ -35,8 +35,10 @@ from bench.lm.parallel import Parallel
 from bench.lm.share import Share
 from tests import parallel_worker as worker
 from tests import spawned
+from tests.measured import of_kind
 from tests.parallel_worker import (
     Documents,
+    altered,
     apart,
     learner_of,
     run_of,
@@ -57,8 +59,7 @@ def losses(folder: Path) -> np.ndarray:
 
 def norms(folder: Path) -> list[float]:
     """Of each step's gradient; the steps of the folder's last run."""
-    lines = log.read(folder / "train.jsonl")
-    return [line.grad_norm for line in lines if isinstance(line, log.Step)]
+    return [line.grad_norm for line in of_kind(log.Step, folder / "train.jsonl")]
 
 
 ALONE = {  # the runs of one process, by the folder of the one of several
@@ -151,11 +152,11 @@ def test_packed_rows_are_other_rows(one):
 
 
 def test_one_rank_asked_to_stop_and_all_saved(folder):
-    lines = log.read(folder / "moved" / "train.jsonl")
-    stopped = next(line for line in lines if isinstance(line, log.Summary))
+    path = folder / "moved" / "train.jsonl"
+    stopped, _ = of_kind(log.Summary, path)
     assert (stopped.status, stopped.steps) == ("stopped", worker.STOPPED)
     assert f"SIGTERM after {worker.STOPPED} steps, saved to" in stopped.reason
-    headers = [line for line in lines if isinstance(line, log.Header)]
+    headers = of_kind(log.Header, path)
     assert [h.first_step for h in headers] == [0, worker.STOPPED]
     assert [h.parallel["devices"] for h in headers if h.parallel] == [4, 2]
     kept = [path.name for path in checkpoint.found(folder / "moved" / "kept")]
@@ -175,8 +176,7 @@ def test_every_rank_has_a_heartbeat(folder):
 
 def test_gates_are_the_mean_over_ranks(folder, one, tmp_path):
     """After four steps in which all had the same weights, of the first row of each."""
-    lines = log.read(folder / "ddp4" / "train.jsonl")
-    found = next(line for line in lines if isinstance(line, log.Watch))
+    (found,) = of_kind(log.Watch, folder / "ddp4" / "train.jsonl")
     learner, run = learner_of(tmp_path, task())
     stepped(learner, run, range(4))
     rows = [run.batches.train(3, slice(2 * rank, 2 * rank + 1)) for rank in range(4)]
@@ -228,12 +228,6 @@ def test_a_hung_rank_leaves_its_stacks(several):
     assert "Thread" in stacks and "parallel_worker.py" in stacks and "in main" in stacks
 
 
-def layered(todo: spec.Task, **fields) -> spec.Task:
-    """The task with another layer."""
-    layer = dataclasses.replace(todo.model.layer, **fields)
-    return dataclasses.replace(todo, model=dataclasses.replace(todo.model, layer=layer))
-
-
 jax_learner = functools.partial(learner_of, framework="jax")
 
 
@@ -261,7 +255,7 @@ def test_shards_of_torch_go_on_over_heads_in_jax(folder, one, tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("bias", True), ("key_taps", 3)])
 def test_what_is_not_divided_over_heads(name, value, tmp_path):
-    todo = layered(task(), **{name: value})
+    todo = altered(task(), {name: value})
     with pytest.raises(ValueError, match=f"{name} must be .* if tensor=2, got"):
         jax_learner(tmp_path, todo, HEADS)
 
@@ -276,7 +270,7 @@ def test_what_is_not_divided_over_heads(name, value, tmp_path):
 )
 def test_layouts_of_jax_have_the_numbers_of_torch_in_one_process(tmp_path, layout, layer):
     """Sums of losses by category of rows of documents, steps without documents, gates."""
-    todo = layered(task(), **layer)
+    todo = altered(task(), layer)
     learner, run = jax_learner(tmp_path, todo, layout, kind=Documents)
     twin, _ = learner_of(tmp_path, todo)
     if layer:  # each device has the rows and biases of its own heads
@@ -378,7 +372,7 @@ def test_a_graph_of_micro_batches_of_documents(tmp_path, attention):
     take: gradients of torch's own paths come by atomics, in no fixed order.
     """
     sizes = dict(d_k=16, d_v=16, l=32, d=16, l_sel=64, w=64)
-    todo, found = layered(task(attention, "bfloat16", seq_len=200), **sizes), []
+    todo, found = altered(task(attention, "bfloat16", seq_len=200), sizes), []
     for graph in (False, True):
         spread = Parallel(accumulate=2)
         learner, run = learner_of(tmp_path, todo, spread, kind=Documents, graph=graph)

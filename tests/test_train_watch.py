@@ -35,7 +35,7 @@ from bench.lm.watch import Settings
 from bench.reports import sources
 from nsa_core.types import Branches
 from tests import commands
-from tests.measured import logged
+from tests.measured import logged, of_kind
 from tests.parallel_worker import StopAt, learner_of, task, trained
 from tests.test_train import TABLE, command  # noqa: F401, a fixture
 
@@ -71,7 +71,7 @@ def test_what_a_run_leaves(tmp_path):
     todo = task(steps=4)
     settings = Settings(every=2, tensorboard=True)
     run, _, losses = trained(tmp_path, todo, watched=settings)
-    found = [line for line in log.read(run.path) if isinstance(line, log.Watch)]
+    found = of_kind(log.Watch, run.path)
     assert [line.step for line in found] == [1, 3] and found[1].loss == losses[3]
     assert [len(line.layers) for line in found] == [2, 2] and found[0].mfu is None
     assert all(0 < layer["overlap"] <= 1 for line in found for layer in line.layers)

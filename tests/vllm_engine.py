@@ -38,7 +38,7 @@ from nsa_torch.huggingface.convert import convert
 from nsa_torch.vllm import backend
 from nsa_torch.vllm import model as engine_model
 from tests import vllm_steps
-from tests.model_sizes import SERVED, alone, log_probabilities
+from tests.model_sizes import MODELS, SERVED, alone, log_probabilities
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the engine's own
 SIZES = SERVED | dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3)
@@ -105,11 +105,7 @@ def pages(llm):
     return [each.pages for each in runner.model.pages]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"phi": "mlp"}, {"kv": "shared", "gate": "head"}, {"kv": "shared", "key_taps": 3}],
-    ids=["nsa", "learned phi", "shared", "convolved keys"],
-)
+@pytest.mark.parametrize("changes", MODELS["engine"], ids=str)
 def test_answers_are_those_of_generate(engine, changes):
     """Prompts of several lengths, in chunks (the longest takes three steps), decode rows beside
     them; then again, from cached blocks.
@@ -165,19 +161,7 @@ def test_without_a_block_size(engine):
     same_as_alone(lm, texts()[:3], answers(llm, texts()[:3]))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block_size": 32}, "must be select_block=16, got 32; pass --block-size 16"),
-        ({"block_size": 8}, "must be select_block=16, got 8; pass --block-size 16"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto'"),
-        (
-            {"kv_offloading_size": 1.0},
-            "kv_offloading_size must be None, got .*; the bytes of a block",
-        ),
-        ({"quantization": "fp8", "dtype": "bfloat16"}, "quantization must be None, got .*; "),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), MODELS["refused by the engine"])
 def test_what_is_refused(engine, options, message):
     with pytest.raises(Exception, match=message):
         engine(model(), **options)
@@ -192,18 +176,7 @@ def test_the_plugin_is_found_by_its_entry_point():
 
 
 def test_models_and_devices_that_are_refused():
-    mixed = dict(attention=["nsa", "dense", "nsa"])
-    two = "must be 1, got 2"
-    for message, changes, guesses, parallel in (
-        (None, {}, None, {}),
-        (None, {}, "ngram", {}),
-        (None, {"key_taps": 3}, None, {}),
-        ("speculative_config must be None, got 'ngram'", {"key_taps": 3}, "ngram", {}),
-        (f"tensor_parallel_size {two}", {}, None, {"tensor_parallel_size": 2}),
-        (f"pipeline_parallel_size {two}", {}, None, {"pipeline_parallel_size": 2}),
-        ("got 'draft_model'; the layers of two models", {}, "draft_model", {}),
-        ("NSA in every layer", mixed, None, {}),
-    ):
+    for message, changes, guesses, parallel in MODELS["refused by the plugin"]:
         sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | parallel
         of_engine = SimpleNamespace(
             parallel_config=SimpleNamespace(**sizes),
