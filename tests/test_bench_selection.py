@@ -102,16 +102,6 @@ def broken(*arguments, **options):
     raise RuntimeError("the kernel broke")
 
 
-@pytest.mark.parametrize("function, status", [(late, "wrong"), (broken, "error")])
-def test_a_bad_kernel_has_no_time(function, status, tmp_path, capsys, monkeypatch):
-    put_in_place(monkeypatch, REGISTRY, "selected", mosaic=function)
-    code, found, (row,) = run(selection, tmp_path, SMALL, "--L_list=64 --dist=few")
-    assert code == 1 and [r.status for r in found] == [status, "ok"]
-    assert row["kernel"] == "mosaic" and row["tri_ms"] == row["speedup"] == ""
-    printed = capsys.readouterr().out
-    assert "tri_ms=n/a" in printed and "speedup=n/a" in printed and f" {status}: " in printed
-
-
 RTX_4090 = problem(problems.settings("tiny"), capability=(8, 9))._replace(dtype="float16")
 S2 = Matrix(**config_files.load("selection/s2"))
 
@@ -176,11 +166,19 @@ def test_a_table_without_rows_has_its_columns(tmp_path):
         command.read_csv(tmp_path / "none/selection.csv", ["tri_ms"])
 
 
-def test_a_kernel_has_no_speed_up_over_itself(tmp_path, monkeypatch):
-    put_in_place(monkeypatch, REGISTRY, "selected", mosaic=WHOLE)
-    _, _, (row,) = run(selection, tmp_path, SMALL, "--L_list=64 --dist=few --ref=mosaic")
-    assert row["kernel"] == row["ref_kernel"] == "mosaic" and row["speedup"] == ""
-    assert float(row["tri_ms"]) > 0 and float(row["ref_ms"]) > 0
+@pytest.mark.parametrize("row", table("bench")["kernels of the selection"], ids=str)
+def test_a_kernel_that_is_wrong_or_beside_itself_has_no_speed_up(
+    row, tmp_path, capsys, monkeypatch
+):
+    functions = {name: globals()[x] for name, x in row["kernels"].items()}
+    put_in_place(monkeypatch, REGISTRY, "selected", **functions)
+    words = row["words"].format(small=SMALL, tiny=TINY)
+    code, found, (cells,) = run(selection, tmp_path, words)
+    assert (code, ends(found)) == (row["status"], row["ends"])
+    assert cells | row["cells"] == cells
+    assert all(float(cells[name]) > 0 for name in row["timed"])
+    told = f"{capsys.readouterr().out} {cells}"
+    assert not [part for part in row["said"] if part not in told]
 
 
 def test_a_matrix_has_triton_beside_sdpa_and_fa2(tmp_path, capsys, monkeypatch):
@@ -234,14 +232,6 @@ def test_rows_of_a_process_that_died(tmp_path):
     ]
     assert {(r.status, r.reason, r.T, r.D) for r in found} == {("error", "it died", 256, 64)}
     records.append(tmp_path / "x.jsonl", found)
-
-
-def test_a_wrong_kernel_beside_has_no_time(tmp_path, monkeypatch):
-    put_in_place(monkeypatch, REGISTRY, "selected", triton=WHOLE, fa2=late)
-    code, _, (row,) = run(selection, tmp_path, TINY, "--streams=1 --dist=many")
-    assert code == 1 and row["status"] == "ok" and float(row["tri_ms"]) > 0
-    assert row["fa2_ms"] == row["speedup_over_fa2"] == ""
-    assert row["fa2_reason"].startswith("wrong: ")
 
 
 @pytest.mark.gpu
