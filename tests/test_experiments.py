@@ -25,6 +25,7 @@ from bench.lm import (
 )
 from nsa_torch import NSAAttention
 from tests import commands, pretend
+from tests.oracles import nsa
 from tests.parallel_worker import altered, learner_of, stepped
 from tests.test_train import SIZES, TABLE, task
 
@@ -229,8 +230,21 @@ def test_a_full_layer_is_a_layer_that_selects_every_block(kv):
     assert grad.abs().max() > 0
 
 
+ROWS = nsa.Rows(100, 100, (100,))
+
+
+def attended(query, key):
+    """How much is attended to each block of 8 tokens, by the heads of a group together
+    `[B, T, groups, blocks]`.
+    """
+    causal = torch.ones(100, 100, dtype=torch.bool).tril()[None, None]
+    *_, probability = nsa.attend(query, key, key, causal, None)
+    by_block = torch.nn.functional.pad(probability.sum(2), (0, 4)).unflatten(-1, (-1, 8))
+    return by_block.sum(-1).transpose(1, 2)
+
+
 def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
-    """A model with a teacher, beside loops over the attention of a dense layer."""
+    """A model with a teacher, beside the attention of a dense layer."""
     torch.manual_seed(0)
     todo = task("nsa")
     dense, _ = learner_of(tmp_path, dataclasses.replace(todo, model=todo.model.dense()))
@@ -242,21 +256,8 @@ def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
     x = torch.nn.functional.embedding(tokens, dense.model.embedding)
     position = torch.arange(100).expand(2, 100)
     query, key, *_ = layer.attention.project(layer.norm_attention(x), position)
-    query, key = query.detach().numpy(), key.detach().numpy()
-    groups = query.shape[2] // key.shape[2]
-    size, forced = config.select_block, config.num_initial
-    for row, at, group in itertools.product(range(2), range(100), range(key.shape[2])):
-        mass = np.zeros(config.num_blocks(100))
-        for head in range(group * groups, (group + 1) * groups):
-            logits = key[row, : at + 1, group] @ query[row, at, head] * key.shape[-1] ** -0.5
-            p = np.exp(logits - logits.max())
-            np.add.at(mass, np.arange(at + 1) // size, p / p.sum())
-        own = at // size
-        mass[:forced] = mass[max(0, own - config.num_local + 1) : own + 1] = 100
-        best = sorted(range(own + 1), key=lambda block: -mass[block])[: config.num_selected]
-        lists = found[row, at, group].tolist()
-        assert sorted(x for x in lists if x >= 0) == sorted(best), (row, at, group)
-        assert lists.count(-1) == config.num_selected - len(best)
+    expected = nsa.select(attended(query, key), config, ROWS)
+    assert torch.equal(found.sort(-1).values.int(), expected.sort(-1).values)
     for blocks in (config.num_selected, 100):
         taught = torch_lm.LM(altered(todo, {"n_sel": blocks}).model)
         torch.nn.init.normal_(taught.embedding)
@@ -277,25 +278,24 @@ def test_runs_with_a_teacher_read_its_weights(command, tmp_path, monkeypatch, ca
     assert header.model["teacher"] == "dense"  # of any seed
 
 
-def test_the_selection_s_loss_is_what_loops_say():
+def test_the_selection_s_loss():
     torch.manual_seed(0)
-    sizes, group = SIZES | dict(n_heads=4, n_kv_groups=2), 2
+    sizes = SIZES | dict(n_heads=4, n_kv_groups=2)
     x = torch.randn(2, 100, 16) + 3 * torch.randn(2, 25, 16).repeat_interleave(4, dim=1)
     attention = NSAAttention(**sizes, gate="head", phi="avg")
     query, key, _, _ = attention.project(x, torch.arange(100).expand(2, 100))
-    total, mass = 0.0, 0.0
+    config = attention.spec.config
+    compressed = nsa.compress(key.compressed, config, ROWS)
+    mask = nsa.compressed_mask(config, ROWS)
+    *_, coarse = nsa.attend(query, compressed, compressed, mask, None)
+    masses, scores = attended(query, key.selected), nsa.scores(coarse, config, ROWS)
+    total = mass = 0.0
     # Queries before 24 have no other blocks than the first and the last two.
-    for row, t, head in itertools.product(range(2), range(24, 100, selection.EVERY), range(2)):
-        free = slice(1, t // 8 - 1)
-        q = query[row, t, head * group : (head + 1) * group] / 8**0.5
-        full = (q @ key.selected[row, : t + 1, head].T).softmax(-1).sum(0)
-        windows = [key.compressed[row, i : i + 8, head].mean(0) for i in range(0, t - 6, 4)]
-        coarse = (q @ torch.stack(windows).T).softmax(-1).sum(0)
-        stride = np.arange(len(windows))  # a window has this one and the next
-        p = np.bincount(np.arange(t + 1) // 8, full.tolist(), 13)[free]
-        s = sum(np.bincount((stride + i) // 2, coarse.tolist(), 13)[free] for i in (0, 1))
-        total += (p * np.log((p / p.sum()) / (s / s.sum()))).sum()
-        mass += p.sum()
+    for t in range(24, 100, selection.EVERY):
+        p, s = (x[:, t, :, 1 : t // 8 - 1] for x in (masses, scores))
+        p_share, s_share = (torch.nn.functional.normalize(x, 1, -1) for x in (p, s))
+        total += (p * (p_share / s_share).log()).sum().item()
+        mass += p.sum().item()
     found = selection.loss(attention, x)
     assert found.item() == pytest.approx(total / mass, rel=1e-5)
     # It trains the compressed keys alone; a step along their gradient changes it by its square.
