@@ -625,50 +625,27 @@ def test_a_sequence_over_an_explicit_axis(layout):
             np.testing.assert_array_equal(wrap(back)(found), x[:, :length])
 
 
-def drawn(dtype=np.float32, kind="rows"):
-    """Arrays of NumPy by the names of arguments: two rows of 32 tokens; `steps`: two new tokens on
-    pages; `runs`: 8 of them, 5 and 3 of a row.
-    """
-    rng = np.random.default_rng(0)
-    floats = lambda *shape: rng.normal(size=shape).astype(dtype)
-    integers = lambda *shape: np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    tokens = {"rows": (2, 32), "steps": (2,), "runs": (8,)}[kind]
-    heads = {"query": (4, 16), "key": (2, 16), "value": (2, 16), "gates": (4, 3)}
-    heads |= {"index_query": (2, 16), "index_key": (16,)}
-    found = {name: floats(*tokens, *shape) for name, shape in heads.items()}
-    found["lse"] = np.zeros((*tokens, 4), np.float32)
-    blocks = 80 if kind == "rows" else 2  # 80: more than kernels take at once
-    found["block_indices"] = np.broadcast_to(integers(blocks), (*tokens, 1, blocks))
-    found["segment_ids"] = np.repeat([[0, 1, -1]] * 2, [12, 12, 8], axis=1).astype(np.int32)
-    found["query_seq_lengths"], found["kv_len"] = integers(2) + 5, integers(2) + 31
-    found["key_value_seq_lengths"] = found["kv_len"]
-    pages = nsa_jax.PagedCache(8, 2, 16, 16, config=SMALL, dtype=dtype)
-    names = "key_pages", "value_pages", "index_key_pages"
-    pool = [floats(8, 16, 2, 16), floats(8, 16, 2, 16), floats(8, 16, 16)]
-    found |= dict(zip(names, pool, strict=True))
-    pages = pages.replace(selected_key=pool[0], selected_value=pool[1])
-    cache = nsa_jax.init_cache(2, 40, 2, 16, 16, config=SMALL, dtype=dtype)
-    found["cache"] = jax.tree.map(np.asarray, cache if kind == "rows" else pages)
-    found |= {"page_table": integers(2, 3), "lengths": integers(2) + 40, "source": integers(1)}
-    return found | {"target": integers(1) + 7, "cu_seqlens_q": np.array([0, 5, 8], np.int32)}
-
-
 CALLED = table("test_transforms")
+CACHES = {
+    "pages": functools.partial(nsa_jax.PagedCache, 8, 2, 16, 16, config=SMALL, dtype="float32"),
+    "rows": functools.partial(nsa_jax.init_cache, 2, 40, 2, 16, 16, config=SMALL),
+}
 
 
 def of_row(name, dtype=np.float32, **more):
-    """A function of arrays by name, and these."""
-    row, function = CALLED[name], CALLED[name]["call"]
-    options = refusals.given(row.get("options", {}))
-    first, _, rest = (x.split() for x in row["arrays"].partition(" / "))
-    run = getattr(nsa_jax, function, None) or getattr(nsa_jax.PagedCache, function)
+    """A function of arrays by name, and these: arrays of NumPy, random numbers in place of zeros.
+    Log-sum-exps are float32 in any call.
+    """
+    row, rng = CALLED[name], np.random.default_rng(0)
+    call, options = row["call"], refusals.given(row.get("options", {}))
+    run = getattr(nsa_jax, call, None) or getattr(nsa_jax.PagedCache, call)
 
-    def call(given):
-        named = {x: given[x] for x in rest}
-        return run(*(given[x] for x in first), **named, **options, **more)
+    def drawn(x):
+        return rng.normal(size=x.shape).astype(dtype) if x.dtype == np.float32 else np.array(x)
 
-    arrays = drawn(dtype, row.get("kind", "rows"))
-    return call, {x: arrays[x] for x in (*first, *rest)}
+    given = refusals.given(row["arrays"], "numpy", CACHES)
+    arrays = {x: y if x == "lse" else jax.tree.map(drawn, y) for x, y in given.items()}
+    return lambda given: run(**given, **options, **more), arrays
 
 
 def loss_of(call, given, moving):
