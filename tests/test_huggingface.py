@@ -27,7 +27,7 @@ from transformers import (
 
 from bench.judge.parity import FLOAT32_MAX
 from bench.lm.spec import ModelSpec
-from bench.lm.torch_lm import LM
+from bench.lm.torch_lm import LM, initialize
 from nsa_core.layer import LayerSpec
 from nsa_interop import weights
 from nsa_torch.huggingface import (
@@ -510,43 +510,48 @@ def test_checkpoints(which, tmp_path):
     assert low.generate(ids, max_new_tokens=2, **GREEDY).shape == (1, WIDTH + 2)
 
 
-def test_the_start_of_the_weights():
-    """As `bench.lm.torch_lm.initialize` says, whether drawn at once or where they are missing."""
+# Of weights that start as random numbers; the others are as large as those of a training run.
+DEVIATIONS = {"embed_tokens.weight": 0.02, "phi_k_mlp.position": 0.02}
+DEVIATIONS |= {"W_Q.weight": (3 * 32) ** -0.5, "fc2.weight": 0.1 * (2 / (5 + 3)) ** 0.5}
+by_training = pytest.mark.parametrize("attention, layer", MODELS["trained"])
 
-    def made(**changed):
-        return NSAForCausalLM(NSAModelConfig(**SIZES | changed))
 
-    wide = dict(hidden_size=256, intermediate_size=512, phi="mlp_pe", gate="sigmoid")
+@by_training
+def test_the_start_of_the_weights(attention, layer, tmp_path):
+    """As a training run draws them, whether drawn at once or where they are missing."""
+    spec = ModelSpec(LayerSpec(**layer), attention, layers=2, hidden=48)
+    initialize(tmp_path / "start", spec, 0)
+    trained = from_safetensors(tmp_path / "start")
+    # A file of weights does not say where gates start.
+    config = NSAModelConfig(**trained.config.to_dict() | {"gate_bias": layer.get("gate_bias")})
+    torch.manual_seed(0)
+    once = NSAForCausalLM(config)
     with torch.device("meta"):
-        late = made(**wide)
+        late = NSAForCausalLM(config)
     late.to_empty(device="cpu")
     for module in late.modules():
         module._is_hf_initialized = False
     late.initialize_weights()
-    for each in (made(**wide), late):
-        layer = each.model.layers[0]
-        attention, mlp, gate = layer.self_attn, layer.mlp, layer.self_attn.gate
-        for weight, expected in (
-            (attention.W_Q.weight, (3 * 256) ** -0.5),
-            (attention.out.weight, (3 * 24) ** -0.5 / 2),
-            (mlp.up_proj.weight, (3 * 256) ** -0.5),
-            (mlp.down_proj.weight, (3 * 512) ** -0.5 / 2),
-            (each.model.embed_tokens.weight, 0.02),
-        ):
-            assert weight.std().item() == pytest.approx(expected, rel=0.06)
-        assert attention.phi_k_mlp.position.std().item() == pytest.approx(0.02, rel=0.5)
-        assert not gate.fc2.bias.any() and gate.fc1.bias.any()
-        assert gate.fc2.weight.abs().max().item() <= 0.1 * (6 / (4 + 3)) ** 0.5
-        assert bool((each.model.norm.weight == 1).all())
-    for start, bias in ((None, [-2, 2, 2]), ([0, 1, 3], [0, 1, 3])):
-        flat = made(gate="head", gate_bias=start, initializer_range=0.5).model.layers[1]
-        gate, out = flat.self_attn.gate, flat.self_attn.out
-        assert gate.bias.tolist() == bias * 4
-        assert gate.weight.abs().max().item() <= 0.1 * (6 / (32 + 12)) ** 0.5
-        assert out.weight.std().item() == pytest.approx(0.5, rel=0.1)
+    for name, want in trained.named_parameters():
+        both = [each.get_parameter(name) for each in (once, late)]
+        if torch.equal(*both):  # no random numbers; biases are zero
+            assert torch.equal(both[0], want), name
+            assert want.any() == name.endswith(("weight", "gate.bias")), name
+            continue
+        size = DEVIATIONS.get(".".join(name.split(".")[-2:]), want.std().item())
+        for weight in both:
+            error = 4 * weight.numel() ** -0.5
+            assert weight.std().item() == pytest.approx(size, rel=error), name
 
 
-@pytest.mark.parametrize("attention, layer", MODELS["trained"])
+def test_a_given_range_of_the_start():
+    config = NSAModelConfig(**SIZES, gate="head", initializer_range=0.5)
+    layer = NSAForCausalLM(config).model.layers[1].self_attn
+    assert layer.out.weight.std().item() == pytest.approx(0.5, rel=0.1)
+    assert layer.gate.weight.abs().max().item() <= 0.1 * (6 / (32 + 12)) ** 0.5
+
+
+@by_training
 @torch.no_grad()
 def test_weights_of_a_training_run_and_back(attention, layer, tmp_path):
     torch.manual_seed(1)
