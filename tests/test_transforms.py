@@ -224,10 +224,18 @@ def functional_call(name):
     equal([*torch.func.grad(loss)(params).values()], want)
 
 
-def torch_checkpoint(name):
-    function, x = attention(name), tensors(gradient=True)
-    again = functools.partial(checkpoint, function, use_reentrant=False)
-    equal(gradients(again, x, x), gradients(function, x, x))
+def in_torch(transform):
+    """A check of what a transformed call and its gradients give."""
+
+    def check(name):
+        function, x = attention(name), tensors(gradient=True)
+        equal(gradients(transform(function), x, x), gradients(function, x, x))
+
+    return check
+
+
+def over_axis(vmap, function):
+    return lambda *x: vmap(function)(*(y[:, None] for y in x))[:, 0]
 
 
 def torch_second(name):
@@ -245,11 +253,6 @@ def torch_jvp(name):
         out = function(forward_ad.make_dual(query, query), *x)
         tangent = forward_ad.unpack_dual(out).tangent
     equal(torch.func.jvp(lambda query: function(query, *x), (query,), (query,))[1], tangent)
-
-
-def torch_vmap(name):
-    function, x = attention(name), tensors()
-    equal(torch.func.vmap(function)(*(y[:, None] for y in x))[:, 0], function(*x))
 
 
 # JAX's cells, against torch's reference
@@ -271,21 +274,20 @@ def close(got, want, tolerance=1e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-def jit(name):
-    for function in (jax_attention(name), jax.jit(jax_attention(name))):
-        close(function(*arrays()), expected()[0])
+def in_jax(transform=lambda function: function):
+    """A check of what a transformed call and its gradients give, of loops in chunks."""
 
+    def check(name):
+        function, x = transform(jax_attention(name)), arrays()
+        both = jax.jit(jax.value_and_grad(squares(function), ALL))
+        with pytest.MonkeyPatch.context() as patch:
+            set_limits(patch, jax_chunk_bytes=20_000)
+            close(function(*x), expected()[0])
+            value, found = both(*x)
+        close(value, (expected()[0] ** 2).sum())
+        close(found, expected()[1], 1e-4)
 
-def jax_grad(name):
-    loss = squares(jax_attention(name))
-    value, found = jax.jit(jax.value_and_grad(loss, ALL))(*arrays())
-    close(value, (expected()[0] ** 2).sum())
-    close(found, expected()[1], 1e-4)
-
-
-def jax_checkpoint(name):
-    loss = jax.checkpoint(squares(jax_attention(name)))
-    close(jax.jit(jax.grad(loss))(*arrays()), expected()[1][0], 1e-4)
+    return check
 
 
 def jax_second(name):
@@ -316,29 +318,17 @@ def jax_jvp(name):
     close(tangent, expected()[2], 1e-4)
 
 
-def jax_vmap(name):
-    over = jax.vmap(jax_attention(name))
-    for function in (over, jax.jit(over)):
-        close(function(*(y[:, None] for y in arrays()))[:, 0], expected()[0])
-
-
-def shard_map(name):
-    """With gradients, of loops in chunks."""
+def over_devices(function):
     if len(jax.devices()) < 8:
         pytest.fail("needs 8 devices; XLA_FLAGS of conftest were overridden")
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("batch", "heads"))
     spec = PartitionSpec("batch", None, "heads")
-    parts = jax.shard_map(jax_attention(name), mesh=mesh, in_specs=spec, out_specs=spec)
-    with pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, jax_chunk_bytes=20_000)
-        both = jax.jit(lambda *x: (parts(*x), jax.grad(squares(parts), ALL)(*x)))(*arrays())
-    close(both[0], expected()[0])
-    close(both[1], expected()[1], 1e-4)
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
 
 
-def jax_export(name):
+def jax_exported(function):
     x = [*map(jnp.asarray, arrays())]
-    close(jax.export.export(jax.jit(jax_attention(name)))(*x).call(*x), expected()[0])
+    return jax.export.export(jax.jit(function))(*x).call
 
 
 CHECKS = {
@@ -346,16 +336,22 @@ CHECKS = {
         meta,
         lambda name: jax.eval_shape(jax_attention(name), *arrays()),
     ),
-    "compiled": (torch_compile, jit),
+    "compiled": (torch_compile, in_jax(jax.jit)),
     "compiled once for all lengths": (torch_compile_lengths, None),
-    "exported": (export, jax_export),
-    "gradients of functions": (func_grad, jax_grad),
+    "exported": (export, in_jax(jax_exported)),
+    "gradients of functions": (func_grad, in_jax()),
     "gradients of a module's parameters": (functional_call, None),
-    "checkpointed": (torch_checkpoint, jax_checkpoint),
-    "mapped over devices": (None, shard_map),
+    "checkpointed": (
+        in_torch(lambda function: functools.partial(checkpoint, function, use_reentrant=False)),
+        in_jax(jax.checkpoint),
+    ),
+    "mapped over devices": (None, in_jax(over_devices)),
     "second derivatives": (torch_second, jax_second),
     "forward-mode derivatives": (torch_jvp, jax_jvp),
-    "mapped over an axis": (torch_vmap, jax_vmap),
+    "mapped over an axis": (
+        in_torch(functools.partial(over_axis, torch.func.vmap)),
+        in_jax(functools.partial(over_axis, jax.vmap)),
+    ),
 }
 
 
