@@ -5,7 +5,6 @@ Kernels are stand-ins here. What real ones give: `test_any_length.py`, on a GPU.
 
 import contextlib
 import ctypes
-import dataclasses
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,11 +16,12 @@ import nsa_torch
 from kernels_pallas.mosaic import capability
 from nsa_core import debug, policy
 from nsa_torch import Branches
-from tests import planned, pretend
+from tests import planned, pretend, refusals
 from tests.limits import set_limits
 from tests.planned import Eager
 from tests.problems import SMALL
 from tests.stand_in_kernels import stand_in, stand_ins
+from tests.tables import table
 
 LEFT = []  # launches until one fails; empty: none does
 
@@ -245,22 +245,13 @@ def shifted(x, elements):
 
 SAME = torch.randn(1, 24, 2, 16).bfloat16()
 CHANGES = {
-    "shape": lambda a: a | {"query": a["query"][:, :20].clone(), "gates": a["gates"][:, :20]},
+    name: lambda a, row=row: a | refusals.given(row)
+    for name, row in table("test_signature").items()
+} | {
     "strides": lambda a: a | {"key": a["key"].transpose(1, 2).contiguous().transpose(1, 2)},
-    "dtype": lambda a: a | {name: a[name].half() for name in ("query", "key", "value")},
-    "gates' dtype": lambda a: a | {"gates": a["gates"].float()},
     "alignment": lambda a: a | {"value": shifted(a["value"], 4)},
-    "gradient": lambda a: a | {"value": a["value"].clone().requires_grad_()},
     "branches": lambda a: a | {"key": Branches(a["key"], SAME, a["key"])},
     "branches of one": lambda a: a | {"key": Branches.each(a["key"])},
-    "compressed": lambda a: a | VARIANTS["compressed"],
-    "block_indices": lambda a: a | VARIANTS["indices"],
-    "cu_seqlens": lambda a: a | VARIANTS["packed"],
-    "config": lambda a: a | {"config": dataclasses.replace(SMALL, window=9)},
-    "scale": lambda a: a | {"scale": 0.5},
-    "recompute": lambda a: a | {"recompute": True},
-    "implementation": lambda a: a | {"implementation": "sdpa"},
-    "each implementation": lambda a: a | {"implementation": Branches.each("mosaic")},
 }
 
 
