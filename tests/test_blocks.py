@@ -27,17 +27,9 @@ from tests.test_refusals import World
 from tests.test_torch_mosaic import interpreted  # noqa: F401, a fixture
 from tests.torch_sizes import Sizes
 
-# What a function takes beside lists and places; of these what has a gradient; of which results.
-ARRAYS = {
-    "block_attention": ("query", "key", "value"),
-    "index_blocks": ("index_query", "index_key"),
-    "indexer_kl": ("query", "key", "lse", "index_query", "index_key"),
-}
-LEAVES = {
-    "block_attention": ("query", "key", "value"),
-    "indexer_kl": ("index_query", "index_key"),
-}
-RESULTS = {"block_attention": ("out", "lse"), "indexer_kl": ("loss",), "index_blocks": ()}
+TABLE = table("blocks")
+FUNCTIONS, LIMITS = TABLE["functions"], TABLE["limits"]
+TOLERANCE = TABLE["tolerance"]
 
 
 def given_of(function: str, case: Case) -> dict[str, torch.Tensor]:
@@ -58,7 +50,7 @@ def given_of(function: str, case: Case) -> dict[str, torch.Tensor]:
         name: found[name].masked_fill(
             absent[name].reshape(absent[name].shape + (1,) * (found[name].ndim - 2)), torch.nan
         )
-        for name in ARRAYS[function]
+        for name in FUNCTIONS[function]["arrays"]
     }
     if function != "index_blocks" and not case.every:
         given["block_indices"] = oracle.lists(case)
@@ -92,17 +84,10 @@ def valid_of(case: Case, x: torch.Tensor) -> torch.Tensor:
 
 def options_of(function: str, case: Case, of_torch: bool) -> dict[str, Any]:
     """All but the arrays."""
-    found: dict[str, Any] = {}
-    if function == "block_attention":
-        found |= dict(block_size=case.block, include=case.include, scale=case.scale)
-        found |= dict(return_residual=True)
-    elif function == "indexer_kl":
-        found |= dict(scale=case.scale, index_scale=case.index_scale)
-        found |= {} if case.every else {"block_size": case.block}
-    else:
-        found |= dict(num_selected=case.n, num_initial=case.initial, num_local=case.local)
-        found |= dict(activation=case.activation, reduce=case.reduce, entry=case.entry)
-        found |= dict(pool=case.block // case.entry)
+    names = FUNCTIONS[function]["options"]
+    found = {x: getattr(case, y) if isinstance(y, str) else y for x, y in names.items()}
+    if case.every:
+        found["block_size"] = None
     array = torch.tensor if of_torch else functools.partial(jnp.asarray, dtype=jnp.int32)
     if case.page is not None and case.counts:
         return found | {"cu_seqlens_q": array(np.cumsum([0, *case.counts]).astype(np.int32))}
@@ -140,7 +125,7 @@ def on_torch(function: str, case: Case, implementation=None, device="cpu", gradi
     call = functools.partial(getattr(nsa_torch, name_of(function, case)), **options)
     if gradients is None:  # which kernels of long lists have not
         gradients = case.page is None and case.n <= 64
-    names = LEAVES.get(function, ()) if gradients else ()
+    names = FUNCTIONS[function]["leaves"] if gradients else ()
     leaves = [given[name].requires_grad_() for name in names]
     found = call(**given)
     found = found if isinstance(found, tuple) else (found,)
@@ -152,7 +137,7 @@ def on_torch(function: str, case: Case, implementation=None, device="cpu", gradi
     moving = slice(case.lse_alone, None)
     wanted = [
         oracle.tensors(case)[name].to(device, x.dtype)
-        for name, x in zip(RESULTS[function], found, strict=True)
+        for name, x in zip(FUNCTIONS[function]["results"], found, strict=True)
     ]
     options = {"materialize_grads": True, "allow_unused": True}
     return *found, *torch.autograd.grad(found[moving], leaves, wanted[moving], **options)
@@ -168,7 +153,7 @@ def program_of(function: str, case: Case, implementation=None):
         given["lse"] = given["lse"].astype(jnp.float32)
     options = options_of(function, case, False)
     options |= {"implementation": implementation} if implementation else {}
-    moving = {x: given.pop(x) for x in LEAVES.get(function, ()) if case.page is None}
+    moving = {x: given.pop(x) for x in FUNCTIONS[function]["leaves"] if case.page is None}
     call = functools.partial(getattr(nsa_jax, name_of(function, case)), **options)
 
     @jax.jit
@@ -176,7 +161,7 @@ def program_of(function: str, case: Case, implementation=None):
         if not moving:
             return call(**given), {}
         found, pull = jax.vjp(lambda moving: call(**moving, **given), moving)
-        weights = iter(oracle.tensors(case)[x] for x in RESULTS[function])
+        weights = iter(oracle.tensors(case)[x] for x in FUNCTIONS[function]["results"])
         return found, pull(jax.tree.map(lambda x: jnp.asarray(next(weights), x.dtype), found))[
             0
         ]
@@ -196,27 +181,9 @@ def of_row(paths: str, **fields) -> tuple[Case, list[str]]:
     return Case(**tuples), paths.split()
 
 
-TABLE = table("blocks")
 ROWS = {
     function: {name: of_row(**row) for name, row in rows.items()}
-    for function, rows in TABLE.items()
-}
-CHUNKS = dict(torch_chunk_bytes=3000, jax_chunk_bytes=30_000)
-IN_THE_INTERPRETER = dict(
-    index_scores_bytes=2000,  # several segments of tokens
-    index_chunk=32,
-    index_part=16,
-    triton_segment=8,
-    paged_block_split=32,
-    paged_index_chunk=128,
-    long_list_bytes=4000,
-)
-TOLERANCE = {
-    ("block_attention", "float32"): 5e-5,
-    ("long_lists", "float32"): 3e-5,
-    ("paged_block_attention", "float32"): 2e-6,
-    ("indexer_kl", "float32"): 2e-5,
-    ("indexer_kl", "float64"): 1e-12,
+    for function, rows in TABLE["rows"].items()
 }
 
 
@@ -240,12 +207,12 @@ def test_row(function, case, path, device, monkeypatch, request):
     if framework == "triton":  # of lists with one program, or one for each so many blocks
         set_limits(monkeypatch, index_list_part=int(implementation or 2048))
     elif implementation == "chunks":
-        set_limits(monkeypatch, **CHUNKS)
+        set_limits(monkeypatch, **LIMITS["chunks"])
         implementation = ""
     if framework in ("mosaic", "triton"):
         framework, implementation = "torch", framework
     if INTERPRETED:  # it takes tensors on the CPU
-        set_limits(monkeypatch, **IN_THE_INTERPRETER)
+        set_limits(monkeypatch, **LIMITS["interpreter"])
         long = function == "block_attention" and case.n > 64
         names = ["indexer"] if long else ["kernels", "indexer"]
         pretend.machine(monkeypatch, **{f"{x}_why_not": None for x in names})
@@ -288,7 +255,7 @@ def judge(function: str, case: Case, found) -> None:
             assert (got == want).all(-1).double().mean() > 0.999
         elif "16" not in case.dtype:
             name = "long_lists" if case.n > 64 else name_of(function, case)
-            bound = TOLERANCE[name, case.dtype]
+            bound = TOLERANCE[case.dtype][name]
             np.testing.assert_allclose(got, want, rtol=0, atol=bound, err_msg=str(place))
         elif function == "indexer_kl":
             assert (got.double() - want).norm() / want.norm() < 0.02, place

@@ -53,6 +53,10 @@ class Case:
     dtype: str | None = None
 
     @property
+    def pool(self) -> int:
+        return self.block // self.entry
+
+    @property
     def lengths_of_rows(self) -> torch.Tensor:
         found = self.lengths or self.S
         return torch.tensor((found,) * self.B if isinstance(found, int) else found)[:, None]
