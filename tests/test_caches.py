@@ -209,9 +209,6 @@ def test_where_pages_lie_changes_no_bit(path):
     assert (one[0] == two[0]).all() and (one[1:] != two[1:]).any()
 
 
-LOST = np.array([[3, 5, -1, -1], [7, -1, 2, 2], [-1, 2, 2, 2], [2, -1, 2, 2]], np.int32)
-
-
 @by_fp8
 @by_path
 def test_nothing_is_written_without_a_page(path, fp8):
@@ -222,7 +219,7 @@ def test_nothing_is_written_without_a_page(path, fp8):
     paged = PATHS[path](sizes, rings=3)
     turns = [Turn([0] * 4, [40, 20, 9, 16], attends=False)]
     turns += [Turn([100, 20, 9, 16], [120, 20, 9, 16], attends=False)]
-    check(paged, turns, table=LOST.copy())
+    check(paged, turns, table=np.array(TABLE["lost"], np.int32))
 
 
 def test_a_page_beyond_the_pool_is_none():

@@ -355,8 +355,8 @@ def test_what_a_step_runs_is_built_ahead():
     ahead = mosaic_decode.kernels_of(*sizes, config)
     assert len(set(ahead)) == len(ahead) > 5
     names = dict(zip(("H", "Hkv", "D", "Dv", "dtype"), sizes, strict=True))
-    rows = (1, 7), (8, 128), (32, 128), (8, 500), (32, 500), (8, 1024), (1, 2000)
-    for (batch, pages), fp8, append in itertools.product(rows, (False, True), (False, True)):
+    forms = itertools.product(TABLE["decoded"], (False, True), (False, True))
+    for (batch, pages), fp8, append in forms:
         step = SimpleNamespace(B=batch, T=1, S=64 * pages, is_fp8=fp8, config=config, **names)
         assert mosaic_decode.kernel_of(step, append) in ahead, (batch, pages, fp8, append)
     assert not mosaic_decode.kernels_of(64, 2, *sizes[2:], config)  # G = 32

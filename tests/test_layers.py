@@ -24,7 +24,6 @@ from tests.limits import set_limits
 from tests.model_sizes import MODELS
 
 SIZES, ROWS = MODELS["layer"], MODELS["layers"]
-PROJECTIONS = ("W_Q", *(f"W_{x}_{b}" for b in ("cmp", "sel", "win") for x in "KV"), "out")
 
 
 def in_torch(seed=0, **options):
@@ -149,16 +148,9 @@ def test_one_file_gives_the_same_in_both(name, both, tmp_path):
 
 
 def test_the_seeds_state_dict_keys():
-    keys = {f"{name}.weight" for name in PROJECTIONS}
-    gates = {f"gate.{fc}.{part}" for fc in ("fc1", "fc2") for part in ("weight", "bias")}
-    for options, own in (
-        ({}, gates),
-        ({"gate": "head"}, {"gate.weight", "gate.bias"}),
-        ({"phi": "mlp"}, gates | {"phi_k_conv.weight", "phi_v_conv.weight"}),
-        ({"gate": "selected"}, set()),
-    ):
+    for options, keys in MODELS["state dicts"]:
         module = in_torch(**options)
-        assert set(module.state_dict()) == keys | own | set(module.spec.kind_keys())
+        assert module.state_dict().keys() == {*keys, *module.spec.kind_keys()}
     assert in_torch(phi="mlp").state_dict()["phi_k_conv.weight"].shape == (8, 1, 8)
 
 
@@ -305,7 +297,7 @@ def test_convolved_keys_of_rows_in_pages(taps, both):
     table[2, 0] = table[0, 0]
     pages = torch.full((20, taps - 1, 16), torch.nan)
     want = convolution(key, torch.arange(40)[None]).detach()
-    for counts in ([9, 3, 2, 0], [1, 1, 1, 1], [7, 0, 12, 4], [1, 9, 1, 0], [5, 1, 1, 8]):
+    for counts in MODELS["new tokens"]:
         first = lengths.copy()
         first[2] = max(first[2], page)  # the shared page has its tokens
         lengths = first + counts

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import importlib.util
 import logging
-import math
 import re
 
 import jax
