@@ -249,7 +249,7 @@ def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
     todo = task("nsa")
     dense, _ = learner_of(tmp_path, dataclasses.replace(todo, model=todo.model.dense()))
     for block in dense.model.blocks:  # otherwise attention is nearly uniform
-        block.attention.W_Q.weight.data *= 30
+        block.attention.W_Q.weight.data *= 8
     config, tokens = todo.model.layer.config, torch.randint(256, (2, 100))
     found = dense.model.best_blocks(tokens, config)[0]
     layer = dense.model.blocks[0]
