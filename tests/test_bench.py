@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 import nsa_jax
 import nsa_torch
@@ -25,6 +26,7 @@ from nsa_jax.dispatch import REGISTRY
 from tests import commands, pretend
 from tests.commands import break_sliding, late, put_in_place
 from tests.measured import record
+from tests.oracles import nsa
 from tests.tables import table
 
 TABLE = table("bench")
@@ -99,26 +101,22 @@ class TestRecords:
 class TestCost:
     CONFIG = NSAConfig(4, 2, 8, 4, 1, 2, 12)
 
-    def visible(self, branch, position, length):
-        """Keys that one query sees, counted one by one."""
-        c = self.CONFIG
-        if branch in ("compressed", "scores"):
-            last = [i * c.compress_stride + c.compress_block - 1 for i in range(length)]
-            return sum(position >= end for end in last if end < length)
-        if branch == "selected":
-            own = position // c.select_block
-            blocks = {own, *range(own + 1)[: c.num_selected - 1]}
-            keys = range(position + 1)
-            return sum(key // c.select_block in blocks for key in keys)
-        if branch == "sliding":
-            return sum(position - key < c.window for key in range(position + 1))
-        return position + 1
-
-    @pytest.mark.parametrize("branch", ["compressed", "scores", "selected", "sliding", "dense"])
     @pytest.mark.parametrize("T, S", [(63, 63), (5, 63), (3, 3)])
-    def test_pairs_are_counted(self, branch, T, S):
-        expected = sum(self.visible(branch, p, S) for p in range(S - T, S))
-        assert cost.visible_pairs(branch, T, S, self.CONFIG) == expected
+    def test_pairs_are_counted(self, T, S):
+        """Those that the oracle's masks leave; any selection has as many."""
+        rows, wide = nsa.Rows(T, S, (S,)), dataclasses.replace(self.CONFIG, window=S)
+        scores = torch.zeros(1, T, 1, self.CONFIG.num_blocks(S))
+        blocks = nsa.select(scores, self.CONFIG, rows)
+        compressed = nsa.compressed_mask(self.CONFIG, rows)
+        masks = {
+            "compressed": compressed,
+            "scores": compressed,
+            "selected": nsa.selected_mask(blocks, self.CONFIG, rows),
+            "sliding": nsa.sliding_mask(self.CONFIG, rows),
+            "dense": nsa.sliding_mask(wide, rows),
+        }
+        for branch, mask in masks.items():
+            assert cost.visible_pairs(branch, T, S, self.CONFIG) == mask.sum(), branch
 
     def test_flops_and_bytes(self):
         shape = cost.Shape(B=2, T=63, S=63, H=4, Hkv=2, D=8, Dv=16, itemsize=2)

@@ -6,10 +6,12 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from bench.judge import parity
 from nsa_core.config import NSAConfig
 from tests.limits import set_limits
+from tests.oracles import nsa
 from tests.tables import table
 
 CONFIG = NSAConfig(4, 2, 4, 4, num_initial=1, num_local=1, window=8)
@@ -188,16 +190,9 @@ def scores(rng):
 
 
 def own_selection(scores):
-    """Block by block: forced ones first, then the best; written without the checker's code."""
-    rows = []
-    for position, row in zip(POSITIONS, scores[0, :, 0], strict=True):
-        own = position // 4
-        chosen = {0, own}
-        for block in sorted(range(own + 1), key=lambda j: (-row[j], j)):
-            if len(chosen) < min(4, own + 1):
-                chosen.add(block)
-        rows.append([*sorted(chosen), -1, -1][:4])
-    return np.array(rows, np.int32)[None, :, None]
+    whole = torch.zeros(1, 32, 1, 8, dtype=torch.float64)
+    whole[:, POSITIONS] = torch.from_numpy(scores)
+    return nsa.select(whole, CONFIG, nsa.Rows(32, 32, (32,)))[:, POSITIONS].numpy()
 
 
 def test_own_selection_passes(scores):

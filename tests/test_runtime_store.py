@@ -53,12 +53,18 @@ def the_file(store):
     return path
 
 
+def put(store, *kernels, image=b"\x7fELF image"):
+    """As if they had been compiled."""
+    for x in kernels:
+        store.put(x, built_of(x, image))
+
+
 # What is kept
 
 
 def test_what_is_put_is_got(store, caplog):
     assert store.get(kernel(1)) is None
-    store.put(kernel(1), built_of(kernel(1)))
+    put(store, kernel(1))
     assert Store(store.folder).get(kernel(1)) == built_of(kernel(1))
     assert store.get(kernel(2)) is None
     assert the_file(store).stat().st_mode & 0o077 == 0
@@ -137,7 +143,7 @@ def test_a_change_of_any_source_changes_the_key(tmp_path):
 def test_presets_are_looked_at_first_and_never_written(store, builds, tmp_path, caplog, kind):
     """Whichever JAX made them; a package manager may link to them."""
     made = Store(tmp_path / "made", presets=None)
-    made.put(kernel(1), built_of(kernel(1), b"preset"))
+    put(made, kernel(1), image=b"preset")
     file, folder = the_file(made), made.folder
     if kind == "of another jax":
         other_jax(file)
@@ -148,7 +154,7 @@ def test_presets_are_looked_at_first_and_never_written(store, builds, tmp_path, 
     both = Store(store.folder, presets=folder)
     (found,) = both.fetch([kernel(1)])
     assert found.image == b"preset1" and builds == [] and warnings(caplog) == []
-    both.put(kernel(2), built_of(kernel(2)))
+    put(both, kernel(2))
     assert [entry.preset for entry in both.entries()] == [True, False]
     assert both.clear() == 1 and both.get(kernel(1))
 
@@ -160,12 +166,12 @@ def test_layers_that_kernels_are_there_of(store, builds, tmp_path):
     presets = Store(tmp_path / "presets", presets=None)
     both = Store(store.folder, presets=presets.folder)
     assert not both.serves(LAYER) and both.layers() == []
-    presets.put(kernel(1), built_of(kernel(1)))
+    put(presets, kernel(1))
     assert not both.serves(LAYER)  # of a package all are noted
     presets.add_layers([LAYER])
     other = LAYER | {"heads": 32}
     assert both.serves(LAYER) and not both.serves(other) and both.layers() == [LAYER]
-    store.put(kernel(2), built_of(kernel(2)))
+    put(store, kernel(2))
     assert both.serves(other)  # it may: of what was built here nothing is noted
     store.add_layers([LAYER, LAYER | {"heads": 1}])
     assert both.serves(LAYER | {"heads": 1}) and not both.serves(other)
@@ -181,16 +187,16 @@ def test_layers_that_kernels_are_there_of(store, builds, tmp_path):
 def test_entries_and_room(store, monkeypatch):
     """Past the limit those go that were not used for longest."""
     assert store.entries() == [] and store.clear() == 0
-    for i in range(3):
-        store.put(kernel(i, f"of-{i}"), built_of(kernel(i, f"of-{i}")))
-        os.utime(store.folder / f"of-{i}-{key_of(kernel(i, f'of-{i}'))}.kernel", (i, i))
+    *kernels, last = (kernel(i, f"of-{i}") for i in range(4))
+    put(store, *kernels)
+    for i, x in enumerate(kernels):
+        os.utime(store.folder / f"{x.name}-{key_of(x)}.kernel", (i, i))
     entries = store.entries()
-    assert [(x.name, x.key, x.used) for x in entries] == [
-        (f"of-{i}", key_of(kernel(i, f"of-{i}")), float(i)) for i in (2, 1, 0)
-    ]
-    assert store.get(kernel(0, "of-0"))  # a use
+    expected = [(x.name, key_of(x), float(x.spec.D)) for x in kernels[::-1]]
+    assert [(x.name, x.key, x.used) for x in entries] == expected
+    assert store.get(kernels[0])  # a use
     set_limits(monkeypatch, store_bytes=3 * entries[0].bytes)
-    store.put(kernel(3, "of-3"), built_of(kernel(3, "of-3")))
+    put(store, last)
     assert {x.name for x in store.entries()} == {"of-3", "of-0", "of-2"}
     (store.folder / "left.tmp").touch()
     assert store.clear() == 3 and [x.name for x in store.folder.iterdir()] == []
@@ -215,7 +221,7 @@ def other_jax(path):
 
 def other_kernel(path):
     store = Store(path.parent / "other", presets=None)
-    store.put(kernel(2), built_of(kernel(2)))
+    put(store, kernel(2))
     the_file(store).rename(path)
 
 
@@ -264,7 +270,7 @@ def test_where_jax_cannot_build_its_version_is_not_compared(store, monkeypatch, 
 
 @pytest.mark.parametrize("name", ["../sample", "/tmp/sample", "a/b", "", "a\n"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(store, builds, name):
-    for use in (store.get, lambda x: store.put(x, built_of(x)), lambda x: store.fetch([x])):
+    for use in (store.get, lambda x: put(store, x), lambda x: store.fetch([x])):
         with pytest.raises(ValueError, match="a kernel's name must be letters"):
             use(kernel(1, name))
     assert not store.folder.exists()
@@ -310,7 +316,7 @@ def test_where_nothing_can_be_kept_kernels_stay_in_memory(
 ):
     """It is said once, and what another may have written is not read."""
     spoil, words = UNFIT[name]
-    store.put(kernel(1), built_of(kernel(1), b"planted"))
+    put(store, kernel(1), image=b"planted")
     refused = words.startswith("i")
     if not refused:
         store.clear()
