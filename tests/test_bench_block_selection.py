@@ -7,7 +7,9 @@ from bench import block_selection
 from bench.harness import block_peers, exit_status, flex_blocks, records
 from nsa_torch.huggingface import block_selection as ours
 from tests.commands import called
+from tests.tables import table
 
+TABLE = table("bench")
 SMALL = "--lengths=48,64 --heads=4 --kv_heads=2 --dk=16 --block=8 --n_sel=3 --device=cpu"
 
 
@@ -44,9 +46,7 @@ def test_rows(tmp_path, monkeypatch):
         assert row["errors"].get("lists", 0) == 0
 
 
-@pytest.mark.parametrize(
-    "queries, keys, block", [(300, 300, 64), (70, 290, 128), (200, 500, 256)]
-)
+@pytest.mark.parametrize("queries, keys, block", TABLE["blocks of flex attention"])
 def test_what_flex_attention_reads(queries, keys, block):
     """The tiles that are read are those that have a pair that is seen."""
     make = torch.Generator().manual_seed(0)
@@ -114,22 +114,10 @@ def test_a_block_too_early_is_wrong(tmp_path, monkeypatch):
     assert wrong[0]["reason"].startswith("out: max error ")
 
 
-@pytest.mark.parametrize(
-    "words, expected, count",
-    [
-        # Nothing of ours was measured.
-        (
-            "--implementation=sdpa --implementation=eager --mode=forward",
-            exit_status.NOT_MEASURED,
-            4,
-        ),
-        # A length below the queries that are judged: each mode has a row of it.
-        ("--mode=loss --mode=indexer", exit_status.OK, 8),
-    ],
-)
-def test_some_rows(words, expected, count, tmp_path):
+@pytest.mark.parametrize("words, ends, count", TABLE["rows of block selection"])
+def test_some_rows(words, ends, count, tmp_path):
     status, rows = run(tmp_path / "rows.jsonl", words)
-    assert status == expected and len(rows) == count
+    assert status == getattr(exit_status, ends) and len(rows) == count
     assert {row["S"] for row in rows} == {48, 64}
 
 

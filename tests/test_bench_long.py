@@ -96,7 +96,7 @@ def test_the_needle_is_found(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("block, expected", [(0, True), (1, False), (13, False), (14, True)])
+@pytest.mark.parametrize("block, expected", table("bench")["forced blocks"])
 def test_a_forced_block_says_nothing_of_the_scores(block, expected):
     assert needle.forced(block, 128, CONFIG) == expected
 

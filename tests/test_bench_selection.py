@@ -28,11 +28,12 @@ from tests.commands import ends, parsed, put_in_place, rows, run
 from tests.measured import problem
 from tests.tables import table
 
+TABLE = table("bench")
 WHOLE = sdpa.selected_attention
 SMALL = "--N=6 --H=2 --D=8 --Dv=8 --l_sel=8 --iters=2 --device=cpu"
 
 
-@pytest.mark.parametrize("count, runs", [(1, 1), (5, 1), (8, 8), (9, 4), (16, 8)])
+@pytest.mark.parametrize("count, runs", TABLE["spans"])
 def test_spans_are_runs_that_do_not_touch(count, runs):
     found = selection_rows.spans(50, 2 * count + 8, count, runs, seed=3)
     assert found.shape == (50, count) and found.dtype == np.int32
@@ -43,7 +44,7 @@ def test_spans_are_runs_that_do_not_touch(count, runs):
     assert (found == selection_rows.spans(50, 2 * count + 8, count, runs, seed=3)).all()
 
 
-@pytest.mark.parametrize("blocks, count, runs", [(10, 3, 4), (10, 9, 4), (10, 3, 0)])
+@pytest.mark.parametrize("blocks, count, runs", TABLE["no spans"])
 def test_spans_that_do_not_fit_are_refused(blocks, count, runs):
     with pytest.raises(ValueError, match=f"cannot form {runs} runs"):
         selection_rows.spans(2, blocks, count, runs, seed=0)
@@ -122,7 +123,7 @@ def test_the_seed_systems_matrix():
         assert capability.why_not(there) is None, row
 
 
-@pytest.mark.parametrize("changes, message", table("bench")["matrices"])
+@pytest.mark.parametrize("changes, message", TABLE["matrices"])
 def test_a_matrix_that_cannot_be_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(S2, **changes)
@@ -166,7 +167,7 @@ def test_a_table_without_rows_has_its_columns(tmp_path):
         command.read_csv(tmp_path / "none/selection.csv", ["tri_ms"])
 
 
-@pytest.mark.parametrize("row", table("bench")["kernels of the selection"], ids=str)
+@pytest.mark.parametrize("row", TABLE["kernels of the selection"], ids=str)
 def test_a_kernel_that_is_wrong_or_beside_itself_has_no_speed_up(
     row, tmp_path, capsys, monkeypatch
 ):

@@ -79,15 +79,12 @@ def test_what_would_be_lost_is_an_error(row):
         apply(row["set"], MAKE.get(command, without_kernels)(), command)
 
 
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [([], (None, 1)), (["--batch=8"], (8, None)), (["--batch_size=2"], (None, 2))],
-)
+@pytest.mark.parametrize("arguments, expected", TABLE["batches"])
 def test_its_batch_is_a_devices_micro_batch(arguments, expected):
     commands.parsed(train.FLAGS, "train", *arguments)
     lines = apply({"NSA_BATCH_SIZE": "1", "NSA_ACCUM": "4"}, train.FLAGS, "train")
     assert "use --accumulate 4 (--accumulate is set)" in lines[0]
-    assert (train.FLAGS.batch, train.FLAGS.batch_size) == expected
+    assert [train.FLAGS.batch, train.FLAGS.batch_size] == expected
     name = "".join(arguments).partition("=")[0]
     assert (f"{name} of the command line wins" if name else "set") in lines[1]
 

@@ -147,9 +147,7 @@ def test_a_prefix_that_comes_with_the_same_step(count, lengths, alone):
     assert (planned.runs is not None) == (planned.starts is not None) == alone
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 32, 52), (2, 128, 52), (2, 64, 48), (1, 64, 52)], ids=str
-)
+@pytest.mark.parametrize("shape", MODELS["no memory of the engine"], ids=str)
 def test_memory_that_does_not_fit(shape):
     """Blocks smaller or larger than `select_block`; no room for compressed tokens, where the last
     blocks would be lost; or heads split over devices.

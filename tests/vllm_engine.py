@@ -281,9 +281,8 @@ def test_the_server_answers(tmp_path):
 def test_guesses_are_taken_and_taken_back(engine):
     """Last: what vLLM imports for it keeps it from starting another engine in this process."""
     lm = model.__wrapped__(initializer_range=0.06)  # repeats itself
-    guesses = {"method": "ngram", "num_speculative_tokens": 3}
-    guesses |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    llm = engine(lm, speculative_config=guesses)
+    _, guesses, _ = vllm_steps.CASES["guesses"]
+    llm = engine(lm, **guesses)
     same_as_alone(lm, texts(), answers(llm, texts()))
     taken, all_ = (metric(llm, f"spec_decode_num_{x}_tokens") for x in ("accepted", "draft"))
     assert 0 < taken < all_

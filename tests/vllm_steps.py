@@ -18,22 +18,11 @@ from tests.model_sizes import MODELS
 FILE = Path(__file__).with_suffix(".json")
 BLOCK = 64
 LENGTHS = 5, 300, 130, 120
-GUESSES = {
-    "method": "ngram",
-    "num_speculative_tokens": 3,
-    "prompt_lookup_max": 2,
-    "prompt_lookup_min": 1,
-}
 TENSORS = "query_start_loc", "seq_lens", "seq_lens_cpu_upper_bound"
 NUMBERS = "num_reqs", "num_actual_tokens", "max_query_len"
 SIZES = MODELS["steps"]
 # Of each a model's changes, the engine's, new tokens: a rejected guess is written over.
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "chunks": ({}, {}, 4),
-    "preempted": ({}, {"num_gpu_blocks_override": 8, "max_model_len": 448}, 12),
-    "together": ({}, {"max_num_batched_tokens": 256}, 4),
-    "guesses": ({"initializer_range": 0.06}, {"speculative_config": GUESSES}, 12),
-}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = MODELS["engine steps"]
 
 
 def prompts(case: str) -> list[list[int]]:
