@@ -26,6 +26,7 @@ from nsa_torch import (
     context,
     context_ranks,
 )
+from tests.spawned import raised
 from tests.tables import table
 
 RANKS, TIMEOUT_S = 4, 20
@@ -187,14 +188,6 @@ def several(case: Case, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
             t = put(t, heads, dim=axes[1], context_layout="contiguous")
         found[name] = t
     return found
-
-
-def raised(call) -> str:
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:  # NotImplementedError among them
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def plain(mesh, x: dict, **options):

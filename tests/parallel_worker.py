@@ -24,6 +24,7 @@ from bench.lm.ranks import Ranks, TorchRanks, debug_level
 from bench.lm.watch import Settings, watchdog
 from nsa_core.layer import LayerSpec
 from nsa_torch import Branches
+from tests.spawned import raised
 from tests.tables import table
 
 PROCESSES, TIMEOUT_S = 4, 20
@@ -99,6 +100,11 @@ def apart(one, other) -> float:
     return float(np.max(np.abs(np.array(one) / np.array(other) - 1)))
 
 
+def rows_of(learner, run, step: int):
+    """The rank's rows of a step."""
+    return learner.share.of(functools.partial(run.batches.train, step))
+
+
 def stepped(learner, run, steps) -> list[float]:
     """The losses of these steps."""
     return [learner.step(run.batches.train(step), step)[0] for step in steps]
@@ -167,7 +173,7 @@ def other_collective(folder: Path, ranks, kind: str) -> None:
     """Rank 0 begins a step, where its gradients are added up; rank 1 adds up something else."""
     spread = Parallel(kind, 2, safe=True)
     learner, run = learner_of(folder, task("dense"), spread, ranks=ranks)
-    batch = learner.share.of(functools.partial(run.batches.train, 0))
+    batch = rows_of(learner, run, 0)
     step = lambda: learner.step(batch, 0)
     error = raised((lambda: dist.all_reduce(torch.ones(3))) if ranks.rank else step)
     told(folder, f"compared {kind}", ranks, error)
@@ -192,7 +198,7 @@ def broken(folder: Path, ranks, kind: str):
     spread = Parallel("ddp" if graph else kind, 2, safe=kind == "ddp")
     learner, run = learner_of(folder, task("dense"), spread, graph=graph, ranks=ranks)
     network = learner.model if graph else learner.master
-    batch = learner.share.of(functools.partial(run.batches.train, 0))
+    batch = rows_of(learner, run, 0)
     learner.step(batch, 0)
     step = lambda: learner.step(batch, 7)
     if not graph:
@@ -217,14 +223,6 @@ def broken(folder: Path, ranks, kind: str):
 def full_disk(path: Path, module) -> None:
     path.write_bytes(b"half")
     raise OSError(28, "No space left on device")
-
-
-def raised(call) -> str:
-    try:
-        call()
-    except (ValueError, OSError, ArithmeticError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def told(folder: Path, name: str, ranks, value) -> None:

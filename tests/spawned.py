@@ -26,6 +26,20 @@ def run(main: Callable[[int, Path], None], count: int, folder: Path) -> Sequence
     return [process.exitcode for process in started]
 
 
+def raised(call: Callable[[], object]) -> str:
+    """The error that a call raises, in words; "" if there is none."""
+    try:
+        call()
+    except (
+        ValueError,
+        OSError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:  # not implemented, too
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def python(*words, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     """A program of Python that ended, with what it printed; `variables`: of its environment."""
     return subprocess.run(

@@ -127,7 +127,7 @@ def sharded_graphs(rank: int, folder: Path) -> None:
             if not graph:
                 learner._replay = learner._gradients
             for step in range(3):
-                batch = learner.share.of(functools.partial(run.batches.train, step))
+                batch = worker.rows_of(learner, run, step)
                 learner._backward(learner._rows(batch))  # what is there is not added to
                 numbers.append([*learner.step(batch, step), measures.loss(learner, batch)])
             # The embedding too, which a forward pass leaves gathered.

@@ -93,38 +93,22 @@ def test_what_a_run_leaves(tmp_path):
     assert "No gap in heartbeat_rank0.jsonl: yes" in text and "<td>0</td>" in text
 
 
-def looked(step: int, collapsed: float) -> log.Watch:
-    names = "compressed selected sliding entropy entropy_min largest overlap".split()
-    layer = dict(zip(names, (0.5, 0.5, 0.5, 1.0, 0.5, 0.4, 0.9), strict=True))
-    layers = [layer | {"collapsed": x} for x in (0.0, collapsed)]
-    return logged(log.Watch, step=step, layers=layers)
-
-
 def rates(values) -> list[log.Step]:
     return [logged(log.Step, step=i, tokens_per_s=x) for i, x in enumerate(values)]
 
 
-def test_verdicts_of_what_was_watched(tmp_path):
-    beat = {"run": "torch-nsa", "step": 3, "msg": "step_end"}
-    times = [(0.0, "boot"), (10.0, "step_end"), (150.0, "end"), (900.0, "boot")]
-
-    def verdicts(lines, times=times):
-        beats = [json.dumps(beat | {"ts": ts, "msg": msg}) for ts, msg in times]
-        (tmp_path / "heartbeat_rank1.jsonl").write_text("\n".join(beats) + '\n{"ts": 99')
-        return watched.verdicts(tmp_path / "train.jsonl", lines)
-
-    even = rates([100.0] * 30)
-    good = verdicts([*(looked(i, float(i < 4)) for i in range(6)), *even])
-    assert [verdict.ok for verdict in good] == [True] * 3
-    bad = verdicts(
-        [*(looked(i, 0.5) for i in range(4)), *rates([100.0] * 27 + [75.0] * 3)],
-        [(0.0, "boot"), (10.0, "step_end"), (200.0, "end")],
-    )
-    assert [verdict.ok for verdict in bad] == [False] * 3
-    assert "layer 1; lowest entropy 0.50" in str(bad[0]) and bad[1].value == 0.25
-    assert str(bad[2]).startswith(
-        "No gap in heartbeat_rank1.jsonl: NO (190, bound 180 s, after"
-    )
+@pytest.mark.parametrize("row", TABLE["watched"], ids=lambda row: str(row["ok"]))
+def test_verdicts_of_what_was_watched(row, tmp_path):
+    about = {"run": "torch-nsa", "step": 3}
+    beats = [json.dumps(about | {"ts": ts, "msg": msg}) for ts, msg in row["beats"]]
+    (tmp_path / "heartbeat_rank1.jsonl").write_text("\n".join(beats) + '\n{"ts": 99')
+    lines = rates(np.repeat(*zip(*row["rates"], strict=True)).tolist())
+    for i, collapsed in enumerate(row["collapsed"]):
+        layers = [TABLE["watched layer"] | {"collapsed": x} for x in (0.0, collapsed)]
+        lines.append(logged(log.Watch, step=i, layers=layers))
+    found = watched.verdicts(tmp_path / "train.jsonl", lines)
+    for verdict, words in zip(found, row["says"], strict=True):
+        assert verdict.ok == row["ok"] and words in str(verdict)
 
 
 def header(parallel=None, **training) -> log.Header:

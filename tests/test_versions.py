@@ -24,15 +24,7 @@ def test_environments_take_the_bounds_of_the_project():
     assert str(oldest["jax-triton"].marker) == str(newest["jax-triton"].marker)
 
 
-@pytest.mark.parametrize(
-    "line, lowest",
-    [
-        ("jax>=0.11.2,<0.13", "jax==0.11.2"),
-        ("a>=1; sys_platform == 'linux'", 'a==1; sys_platform == "linux"'),
-        ("nvidia-nvvm>=13,<14", "nvidia-nvvm<14,>=13"),
-        ("einops", "einops"),
-    ],
-)
+@pytest.mark.parametrize("line, lowest", versions.TABLE["lowest"])
 def test_the_lowest_version(line, lowest):
     assert versions.lowest(Requirement(line)) == lowest
 
@@ -65,5 +57,5 @@ def test_what_was_found_is_a_table(tmp_path):
 
 
 def test_every_listed_file_is_there():
-    missing = [x for x in versions.TESTS if not (versions.ROOT / "tests" / x).exists()]
+    missing = [x for x in versions.TABLE["tests"] if not (versions.ROOT / "tests" / x).exists()]
     assert not missing

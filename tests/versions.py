@@ -32,44 +32,14 @@ from packaging.specifiers import SpecifierSet
 from bench import doc_tables
 from bench.harness import records
 from bench.reports import render
+from tests.tables import table
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "versions"
-NAMES = "oldest", "pinned", "newest", "pre-release"
+TABLE = table("versions")
+NAMES = tuple(TABLE["pythons"])
 KEPT = records.FOLDER / "cpu" / doc_tables.VERSIONS
 EXTRAS = "test", "compiler", "hf"  # of a package that two name the bound of the last one counts
-PYTHONS = {
-    "oldest": ("3.12",),
-    "newest": ("3.13", "3.12"),
-    "pre-release": ("3.14", "3.13", "3.12"),
-}
-# What a version can break: undocumented names, lowering and machine code, each layer of both
-# frameworks once, what transformers asks for, what kernels are keyed by.
-TESTS = (
-    "canaries",
-    "test_runtime.py",
-    "test_runtime_store.py",
-    "test_launch.py",
-    "test_ffi.py",
-    "test_caches_mosaic.py",
-    "test_mosaic.py",
-    "test_jax_program.py",
-    "test_layers.py",
-    "test_transforms.py",
-    "test_torch_rules.py",
-    "test_caches.py",
-    "test_weights.py",
-    "test_huggingface.py",
-    "test_huggingface_compatibility.py",
-    "test_huggingface_paged.py",
-    "test_block_selection.py",
-    "test_llama_nsa.py",
-    "test_qsa.py",
-    "test_continuous_batching.py",
-    "test_convert.py",
-    "test_examples.py",
-)
-SHOWN = "torch", "triton", "jax", "jaxlib", "jax-triton", "flax", "transformers", "numpy"
 
 
 def requirements(name: str) -> list[str]:
@@ -104,12 +74,12 @@ def python_of(name: str) -> str:
     Raises:
       SystemExit: there is none.
     """
-    for version in PYTHONS[name]:
+    for version in TABLE["pythons"][name]:
         if found := shutil.which(f"python{version}"):
             done = subprocess.run([found, "-c", ""], capture_output=True)
             if done.returncode == 0:
                 return found
-    sys.exit(f"{name} needs Python {' or '.join(PYTHONS[name])} on PATH")
+    sys.exit(f"{name} needs Python {' or '.join(TABLE['pythons'][name])} on PATH")
 
 
 def install(name: str) -> Path:
@@ -135,7 +105,7 @@ def run(name: str, keep: bool) -> dict[str, Any]:
         python = install(name)
     installed = time.monotonic()
     report = FOLDER / f"{name}.xml"
-    tests = [f"tests/{x}" for x in TESTS]
+    tests = [f"tests/{x}" for x in TABLE["tests"]]
     options = ["-m", "not gpu", "-n", "2", "--dist", "loadfile"]
     command = [python, "-m", "pytest", "-q", *options, f"--junit-xml={report}", *tests]
     status = subprocess.run(command, cwd=ROOT).returncode
@@ -155,7 +125,7 @@ def versions(python: Path) -> dict[str, str]:
     program = (
         "import json, platform, importlib.metadata as m\n"
         "there = {x.name.lower().replace('_', '-'): x.version for x in m.distributions()}\n"
-        f"found = {{x: there[x] for x in {SHOWN} if x in there}}\n"
+        f"found = {{x: there[x] for x in {TABLE['shown']} if x in there}}\n"
         "print(json.dumps({'Python': platform.python_version()} | found))"
     )
     done = subprocess.run([python, "-c", program], stdout=subprocess.PIPE, check=True)
