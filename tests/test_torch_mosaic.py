@@ -28,7 +28,7 @@ from tests.oracles.nsa import BRANCHES
 from tests.problems import FEW, PAPER, SMALL, TABLE, TINY, problem
 from tests.reach import NUMBERS, check_torch
 from tests.test_torch_gpu import REACH_ON_GPU
-from tests.torch_inputs import inputs, normal, run, steps
+from tests.torch_inputs import check_compiled, inputs, normal, outcome, run, steps
 
 
 @pytest.fixture
@@ -251,21 +251,13 @@ def test_chunks_on_pages_on_a_gpu(lengths, separate, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_compiled_without_a_graph_break(device):
-    backend = "aot_eager" if device == "cpu" else "inductor"
-    leaves = inputs(*SIZES, device=device)
-
     def function(query, key, value, gates):
         out = nsa_torch.attention(query, key, value, gates, config=FEW)
         local = nsa_torch.sliding_attention(query, key, value, config=FEW)[0]
         return out + local
 
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
-    results = []
-    for call in (function, compiled):
-        out = call(*leaves)
-        results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    check_compiled(function, inputs(*SIZES, device=device), backend, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "sdpa"])
@@ -345,26 +337,25 @@ def test_the_kernels_are_chosen_on_gpu():
 
 @pytest.fixture(params=TABLE["ways"])
 def way(request, monkeypatch):
-    """Query, key, value and gates of 1000 tokens, and borders."""
+    """Query, key, value and gates of 1000 tokens, borders, and the options of a call."""
     heads, ends, limits = TABLE["ways"][request.param]
     set_limits(monkeypatch, **limits)
     forget()
     tensors = inputs(1000, 1000, *heads, 64, 64, device="cuda")
-    return tensors, ends and torch.tensor(ends, device="cuda")
+    bounds = ends and torch.tensor(ends, device="cuda")
+    return tensors, bounds, {"config": FAR, "implementation": "mosaic", "cu_seqlens": bounds}
 
 
-def with_gradients(tensors, bounds):
+def with_gradients(tensors, **options):
     """On tensors that may be leaves of a graph."""
-    options = {"config": FAR, "implementation": "mosaic", "cu_seqlens": bounds}
     leaves = [x.detach().requires_grad_() for x in tensors]
-    out = nsa_torch.attention(*leaves, **options)
-    return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
+    return outcome(functools.partial(nsa_torch.attention, **options), leaves)
 
 
 @gpu
 def test_the_current_stream_is_followed(way):
-    values, bounds = way
-    want = with_gradients(values, bounds)
+    values, _, options = way
+    want = with_gradients(values, **options)
     assert all(torch.isfinite(x).all() for x in want)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -373,7 +364,7 @@ def test_the_current_stream_is_followed(way):
         torch.cuda._sleep(DELAY)
         for x, value in zip(tensors, values, strict=True):
             x.copy_(value.detach())
-        found = with_gradients(tensors, bounds)
+        found = with_gradients(tensors, **options)
         assert not stream.query(), "the host waited"
         assert all(map(torch.equal, found, want))
 
@@ -384,13 +375,8 @@ def test_threads_on_streams_of_their_own(implementation):
     """Lengths change from call to call, and what they share is made by whichever comes first."""
     lengths = 300, 64, 511
     given = {n: inputs(n, n, 8, 2, 64, 32, device="cuda") for n in lengths}
-
-    def gradients(tensors):
-        leaves = [x.detach().clone().requires_grad_() for x in tensors]
-        out = nsa_torch.attention(*leaves, config=FEW, implementation=implementation)
-        return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
-
-    wanted = {n: gradients(given[n]) for n in lengths}
+    run = functools.partial(with_gradients, config=FEW, implementation=implementation)
+    wanted = {n: run(given[n]) for n in lengths}
     torch.cuda.synchronize()
     forget()
     SHARED.clear()
@@ -399,7 +385,7 @@ def test_threads_on_streams_of_their_own(implementation):
         with torch.cuda.stream(torch.cuda.Stream()):
             for i in range(24):
                 n = lengths[(i * (number + 1) + number) % 3]
-                for x, y in zip(gradients(given[n]), wanted[n], strict=True):
+                for x, y in zip(run(given[n]), wanted[n], strict=True):
                     assert torch.equal(x, y), (number, i, n)
 
     with ThreadPoolExecutor(4) as pool:
@@ -428,14 +414,14 @@ def test_the_host_never_waits(where):
 
 @gpu
 def test_a_captured_call_is_replayed(way):
-    static, bounds = way
+    static, bounds, options = way
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        with_gradients(static, bounds)
+        with_gradients(static, **options)
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = with_gradients(static, bounds)
+        found = with_gradients(static, **options)
     for seed, ends in enumerate(([0, 100, 101, 990], [0, 1, 200, 1000])):
         make = torch.Generator("cuda").manual_seed(seed)
         with torch.no_grad():
@@ -444,7 +430,7 @@ def test_a_captured_call_is_replayed(way):
         if bounds is not None:
             bounds.copy_(torch.tensor(ends))
         graph.replay()
-        assert all(map(torch.equal, found, with_gradients(static, bounds)))
+        assert all(map(torch.equal, found, with_gradients(static, **options)))
 
 
 @gpu

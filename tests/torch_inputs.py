@@ -49,6 +49,20 @@ def inputs(T, S, H=6, Hkv=2, D=8, Dv=6, B=1, **how):
     return [normal(B, *shape, **how) for shape in shapes]
 
 
+def outcome(function, leaves):
+    """The output, and gradients of a loss that has another weight for each number."""
+    out = function(*leaves)
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weight)]
+
+
+def check_compiled(function, leaves, backend="aot_eager", **close):
+    """Without a graph break a compiled function has the same outcome."""
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    found, want = (outcome(x, leaves) for x in (compiled, function))
+    torch.testing.assert_close(found, want, **close)
+
+
 def steps(implementation, query, key, value, config, **where):
     """Outputs, lse and indices of all steps; keys beyond `kv_len` are there but hidden."""
     packed = {name: x for name, x in where.items() if name == "cu_seqlens"}
