@@ -3,10 +3,7 @@
 A call that is refused, or that fails, leaves the cache as it was.
 """
 
-import dataclasses
 import functools
-import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +35,7 @@ from tests.caches import SMALL, TABLE, Sizes, TorchPages, Turn, bounds, by_separ
 from tests.devices import needs_gpu
 from tests.model_sizes import MODELS
 from tests.model_sizes import SMALLEST as MODEL
+from tests.refusals import given, words
 from tests.test_layers import in_jax, in_torch
 from tests.test_refusals import WORLDS
 
@@ -61,15 +59,18 @@ PARAMS = {
 
 
 class Used:
-    """A cache of rows, or in `pages`, and steps of 9 tokens on it by functions, each of which may
-    say something else than its maker.
+    """A cache of rows, or in `pages`, and steps of 9 tokens on it by functions. A step may say
+    something else than `config` and `kinds`.
     """
 
-    def __init__(self, framework, pages=False, config=SMALL, traced=False):
+    def __init__(
+        self, framework, pages=False, traced=False, config=SMALL, kinds=("avg", "avg")
+    ):
+        self.mine = {"config": config, "kinds": kinds}
         self.api, self.array = FRAMEWORKS[framework]
         self.framework, self.pages, self.end = framework, pages, 0
         self.call = self.api.append if pages else self.api.cached_attention
-        if traced:
+        if traced and framework == "jax":
             self.call = jax.jit(self.call, static_argnames=None if pages else "config")
         if pages:
             options = {"config": config, "dtype": self.ones(1).dtype}
@@ -80,8 +81,9 @@ class Used:
     def ones(self, *shape):
         return self.array(np.ones(shape, np.float32))
 
-    def step(self, config=SMALL, kinds=("avg", "avg")):
-        params, end = tuple(PARAMS[kind](self.array) for kind in kinds), self.end + 9
+    def step(self, **said):
+        said, end = self.mine | said, self.end + 9
+        params = tuple(PARAMS[kind](self.array) for kind in said["kinds"])
         if self.pages:
             new = [self.ones(9, 1, 8) for _ in "kv"]
             at = self.array(np.arange(4, dtype=np.int32)[None]), self.array(np.int32([end]))
@@ -90,7 +92,7 @@ class Used:
             out = self.cache.compressed_key[0, 1]
         else:
             new = [self.ones(1, 9, 1, width) for width in (8, 8, 8, 3)]
-            options = {"config": config, "compress_params": params}
+            options = {"config": said["config"], "compress_params": params}
             out, self.cache = self.call(*new, self.cache, **options)
         self.end = end
         return out
@@ -117,47 +119,27 @@ class OfLayer(Used):
 REFUSED = TABLE["refused"]
 
 
-def other_makers():
-    """A user, what its own steps say, what another says, the sentence, and whether an empty cache
-    is refused too.
+USERS = {"rows": Used, "pages": functools.partial(Used, pages=True), "layer": OfLayer}
+
+
+@pytest.mark.parametrize("row", REFUSED["makers"], ids=lambda row: row["says"][:40])
+@by_framework
+def test_a_cache_of_another_maker_is_refused(framework, row):
+    """Nothing is lost: the one that filled it goes on, and an empty one is anybody's, but that of
+    another configuration.
     """
-    made = "cache must be made with {}={}, got a cache made with {}".format
-    for framework in FRAMEWORKS:
-        used, layer = (functools.partial(x, framework) for x in (Used, OfLayer))
-        for name, theirs in (("compress_stride", 2), ("compress_block", 4)):
-            config = dataclasses.replace(SMALL, **{name: theirs})
-            user = functools.partial(used, config=config, traced=framework == "jax")
-            said = made(name, getattr(SMALL, name), theirs)
-            yield user, {"config": config}, {}, said, True
-        for (first, then), pages in itertools.product(REFUSED["kinds"], (False, True)):
-            own, other = {"kinds": (first,) * 2}, {"kinds": (then,) * 2}
-            said = made("phi_k", repr(then), repr(first))
-            yield functools.partial(used, pages), own, other, said, False
-        yield used, {"kinds": ("avg", "mlp")}, {}, made("phi_v", "'avg'", "'mlp'"), False
-        for changed in REFUSED["layers"]:
-            (name,) = changed
-            spec = layer_of(framework).spec
-            theirs = getattr(dataclasses.replace(spec, **changed), name)
-            said = made(name, repr(theirs), repr(getattr(spec, name)))
-            yield layer, {}, changed, said, False
-        for name, field, mine, theirs in (("d", "stride", 4, 8), ("l", "block", 8, 16)):
-            user = functools.partial(layer, **{name: theirs})
-            yield user, {}, {name: mine}, made(f"compress_{field}", mine, theirs), True
-
-
-@pytest.mark.parametrize(("user", "own", "other", "said", "of_config"), [*other_makers()])
-def test_a_cache_of_another_maker_is_refused(user, own, other, said, of_config):
-    """Nothing is lost: the one that filled it goes on, and an empty one is anybody's."""
-    used = user()
-    refused = functools.partial(pytest.raises, ValueError, match=re.escape(said))
-    if of_config:
+    made, other = (given(row.get(x, {}), framework) for x in ("made", "other"))
+    used = USERS[row["of"]](framework, **made)
+    said = words(f"cache must be made with {row['says']}")
+    refused = functools.partial(pytest.raises, ValueError, match=said)
+    if row["of config"]:
         with refused():
             used.step(**other)
-    used.step(**own)
+    used.step()
     with refused():
         used.step(**other)
-    assert np.isfinite(np.asarray(used.step(**own))).all()
-    if not of_config and (used.framework == "torch" or type(used) is Used):
+    assert np.isfinite(np.asarray(used.step())).all()
+    if not row["of config"] and (framework == "torch" or type(used) is Used):
         used.reset()
         assert np.isfinite(np.asarray(used.step(**other))).all()
 
