@@ -31,13 +31,13 @@ from tests.caches import (
     Sizes,
     TorchPages,
     Turn,
-    by_fp8,
     call_of,
     check,
     decoding,
     of_counts,
     sized,
     tables,
+    turns,
 )
 from tests.devices import needs_gpu
 from tests.limits import forget
@@ -104,11 +104,12 @@ def few(H, Hkv, D, Dv, **rest):
     return Sizes(**PAPER_SIZES | dict(H=H, Hkv=Hkv, D=D, Dv=Dv, config=NSAConfig(**FEW)) | rest)
 
 
-def step_of(name):
-    """Of `STEPS` the sizes, lengths, queries of a row and the variant."""
-    sizes, row = sized(STEPS[name], **PAPER_SIZES)
-    variant = Variant(*row["variant"]) if "variant" in row else SMALLEST
-    return sizes, row["lengths"], row.get("queries", 1), variant
+def step_of(row):
+    """Of a row the sizes, the turns, how long rows become, and the variant."""
+    sizes, row = sized(row, **PAPER_SIZES)
+    found = decoding(row["lengths"], row.get("queries", 1)) + turns(row.get("turns", []))
+    ends = [max(x) for x in zip(*(turn.end for turn in found), strict=True)]
+    return sizes, found, ends, Variant(*row["variant"]) if "variant" in row else SMALLEST
 
 
 def path_of(monkeypatch, sizes, lengths, variant=SMALLEST, more=2, device="cpu"):
@@ -119,38 +120,21 @@ def path_of(monkeypatch, sizes, lengths, variant=SMALLEST, more=2, device="cpu")
     return TorchPages(sizes, device, "mosaic", "torch", True, sum(pages) + 3, max(pages) + more)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", STEPS | TABLE["mosaic turns"])
 def test_steps(name, ran, blocks, monkeypatch):
-    sizes, lengths, queries, variant = step_of(name)
-    path, turns = path_of(monkeypatch, sizes, lengths, variant), decoding(lengths, queries)
-    check(path, turns, bound=5e-3)
-    assert ran[-1].spec.append == turns[1].even and ran[-1].spec.variant == variant
-    if turns[1].even:  # lists in 16 bits may differ where scores nearly do
-        assert (blocks[-1] == path.blocks).all(-1).mean() > 0.9
-
-
-@by_fp8
-def test_steps_of_several_queries(fp8, ran, blocks, monkeypatch):
-    """Rows grow, a row begins again with fewer tokens than queries: launched as the first step."""
-    sizes = few(4, 2, 64, 64, fp8=fp8)
-    turns = decoding([655, 641, 619, 64], 3)
-    turns += [Turn([655, -1, 619, 64], [658, 2, 622, 67], even=True)]
-    if fp8:  # rows have the rings of others, whose tokens are not believed
-        last = Turn([658, 2, 622, 67], [661, 5, 625, 70], (1, 0, 3, 2), even=True, slots=False)
-        turns.append(last)
-    path = path_of(monkeypatch, sizes, [664, 641, 625, 70])
-    check(path, turns, bound=5e-3)
-    assert all(x.spec.append for x in ran)
-    assert (blocks[-1] == path.blocks).all(-1).mean() > 0.9
-
-
-def test_equal_scores_go_to_the_lower_blocks(ran, blocks, monkeypatch):
-    sizes, turns = few(16, 1, 128, 128), decoding([1100], 1)
-    rows = Rows(sizes, [1100])
-    rows.tokens["query"][0][:] = 0
-    path = path_of(monkeypatch, sizes, [1100])
-    check(path, turns, rows, bound=5e-3)
-    assert (blocks[-1] == path.blocks).all()
+    """Every step is launched as the first."""
+    row = (STEPS | TABLE["mosaic turns"])[name]
+    sizes, found, ends, variant = step_of(row)
+    rows, equal = Rows(sizes, ends), row.get("equal scores", False)
+    if equal:
+        rows.tokens["query"][0][:] = 0
+    path = path_of(monkeypatch, sizes, ends, variant)
+    check(path, found, rows, bound=5e-3)
+    even = found[-1].even
+    assert all(x.spec.append == even and x.spec.variant == variant for x in ran)
+    if even:  # lists in 16 bits may differ where scores nearly do
+        same = (blocks[-1] == path.blocks).all(-1).mean()
+        assert same == 1 if equal else same > 0.9
 
 
 def test_copies_may_arrive_at_once(ran, monkeypatch):
@@ -432,13 +416,12 @@ def test_a_plan_launches_clusters_as_the_plugin_does(tmp_path):
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_on_a_gpu(name, implementation, monkeypatch):
     """And a hundred times the same bits."""
-    sizes, lengths, queries, variant = step_of(name)
+    sizes, found, lengths, variant = step_of(STEPS[name])
     path = path_of(monkeypatch, sizes, lengths, variant, device="cuda")
     path.implementation = implementation
-    rows, turns = Rows(sizes, lengths), decoding(lengths, queries)
-    table = tables(lengths, sizes.config, path.pool, path.width)
-    check(path, turns, rows, table, bound=5e-3)
-    call = call_of(rows, table, turns[1], [*range(len(lengths))])
+    rows, table = Rows(sizes, lengths), tables(lengths, sizes.config, path.pool, path.width)
+    check(path, found, rows, table, bound=5e-3)
+    call = call_of(rows, table, found[1], [*range(len(lengths))])
     first = path.attend(call)
     assert all((path.attend(call) == first).all() for _ in range(100))
 

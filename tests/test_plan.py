@@ -7,7 +7,7 @@ from kernels_pallas.mosaic import capability
 from nsa_core.plan import planner
 from nsa_torch import NSAConfig
 from nsa_torch.plans import Planned
-from tests import plan_checks, planned
+from tests import plan_checks, planned, refusals
 from tests.limits import set_limits
 from tests.oracles.nsa import BRANCHES
 from tests.planned import MODES, PATHS
@@ -16,13 +16,8 @@ from tests.stand_in_kernels import stand_in
 
 SIZES = {name: (*x, NSAConfig(**config)) for name, (*x, config) in TABLE["plans"].items()}
 ROWS, GIVEN = SIZES["rows"], MODES["given"]
-WHERE = {
-    "rows": {},
-    "packed": {"cu_seqlens": torch.tensor([0, 1, 15, 15, 20], dtype=torch.int32)},
-    "packed, int64": {"cu_seqlens": torch.tensor([0, 3, 24])},
-    "lengths": {"kv_len": torch.tensor([20, 9])},
-    "a length": {"kv_len": torch.tensor(19)},
-}
+WHERE = refusals.given(TABLE["places of plans"])
+WHERE["a length"] = {"kv_len": torch.tensor(19)}
 
 
 def normal(*shape, dtype=torch.bfloat16):
