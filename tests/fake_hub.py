@@ -55,13 +55,7 @@ def hub_of(dataset: str, files: Mapping[str, bytes]) -> Iterator[str]:
                 headers["X-Error-Code"] = f"{known}NotFound"
             else:
                 headers["ETag"] = f'"{sums[path.removeprefix(place)]}"'
-                headers |= {"X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-                if asked := self.headers.get("Range"):
-                    first, last = asked.removeprefix("bytes=").split("-")
-                    status, size = 206, len(data)
-                    data = data[int(first) : int(last or size) + 1]
-                    end = int(first) + len(data) - 1
-                    headers["Content-Range"] = f"bytes {first}-{end}/{size}"
+                headers["X-Repo-Commit"] = COMMIT
             self.send_response(status)
             for name, value in (headers | {"Content-Length": str(len(data))}).items():
                 self.send_header(name, value)
