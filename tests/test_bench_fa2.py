@@ -1,16 +1,17 @@
 """FA-2 beside masked SDPA: the lines, the table, the two calls, and what is wrong."""
 
+import dataclasses
 import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import nsa_torch
 from bench import fa2
 from bench.harness import exit_status
 from bench.harness.runners import TorchRunner
 from tests.commands import CONFIG, run
+from tests.oracles import nsa
 
 SMALL = "--S_list=40,63 --w_list=12 --heads=2 --dk=8 --dv=8 --l=8 --d=4 --iters=2 --device=cpu"
 NUMBER = r"(n/a|\d+\.\d{3} ms)"
@@ -50,17 +51,15 @@ def test_it_is_fa2_that_is_measured(tmp_path, capsys):
 
 
 def fake(wrong=0):
-    """FA-2's dense call by SDPA; `wrong`: keys too many in the past."""
+    """FA-2's dense call by the oracle; `wrong`: keys too many in the past."""
 
     def call(query, key, value, window=-1):
         length = query.shape[1]
-        row, column = torch.arange(length)[:, None], torch.arange(length)
-        seen = column <= row
-        if window >= 0:
-            seen &= column >= row - window - wrong
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
-        return out.transpose(1, 2)
+        config = dataclasses.replace(
+            CONFIG, window=length if window < 0 else window + 1 + wrong
+        )
+        mask = nsa.sliding_mask(config, nsa.Rows(length, length, (length,)))
+        return nsa.attend(query, key, value, mask, None)[0]
 
     return call
 
