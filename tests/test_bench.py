@@ -40,13 +40,6 @@ OK = record("sliding", "xla", 2.0, bench="compare", framework="jax", **SIZES)
 
 
 class TestRecords:
-    def test_round_trip(self, tmp_path):
-        path = tmp_path / "deep" / "x.jsonl"
-        oom = record("sliding", "xla", None, status="oom", reason="no room")
-        records.append(path, [OK])
-        records.append(path, [oom, OK])
-        assert records.read(path) == [OK, oom, OK]
-
     @pytest.mark.parametrize("old, new, message", TABLE["damaged lines"])
     def test_damage_is_named_with_file_and_line(self, tmp_path, old, new, message):
         path = tmp_path / "x.jsonl"
