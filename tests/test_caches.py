@@ -41,6 +41,7 @@ from tests.caches import (
     check,
     close,
     of_counts,
+    sized,
     tables,
 )
 from tests.limits import set_limits
@@ -79,29 +80,25 @@ def phi(kind, width):
     }[kind]
 
 
-@pytest.mark.parametrize(("path", "history", "kind", "changes"), TABLE["learned"])
-def test_learned_compression_of_pages(path, history, kind, changes):
-    """In fp8 of tokens that were not rounded, whether they come in one call or in several; autocast
-    changes nothing.
+DENSE_PATHS = {"torch rows": TorchDense, "jax rows": JaxDense}
+
+
+@pytest.mark.parametrize("name", TABLE["kinds"])
+def test_kinds_of_caches(name):
+    """Learned compression is of tokens that were not rounded, whether they come in one call or in
+    several; autocast changes nothing; outputs have the dtype of the cache.
     """
-    sizes, turns = Sizes(**changes), HISTORIES[history]
-    params = phi(kind, sizes.D), phi(kind, sizes.Dv)
-    with torch.autocast("cpu", torch.bfloat16):
-        check(PATHS[path](sizes), turns, Rows(sizes, turns[-1].end, params))
-
-
-DENSE_PATHS = {path.__name__: path for path in (JaxDense, TorchDense)}
-
-
-@pytest.mark.parametrize(("path", "history", "kind"), TABLE["rows"])
-def test_dense_caches(path, history, kind):
-    sizes, turns = Sizes(separate=kind is None), DENSE[history]
-    params = None if kind is None else (phi(kind, sizes.D), phi(kind, sizes.Dv))
+    sizes, row = sized(TABLE["kinds"][name])
+    made = {"made_with": SMALL} if "other window" in name else {}
+    path = (PATHS | DENSE_PATHS)[row["path"]](sizes, **made)
+    turns, kind = (HISTORIES | DENSE)[row["history"]], row.get("phi")
+    params = kind and (phi(kind, sizes.D), phi(kind, sizes.Dv))
     rows = Rows(sizes, turns[-1].end, params)
-    if "later" in history:
+    if "later" in name:
         for x in rows.tokens.values():
             x[1][:5] = 0
-    check(DENSE_PATHS[path](sizes), turns, rows)
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind is not None):
+        check(path, turns, rows, bound=row.get("bound"))
 
 
 @pytest.mark.parametrize("path", [JaxPages, JaxDense])
@@ -119,13 +116,6 @@ def test_places_known_to_the_compiler(path, monkeypatch):
     monkeypatch.setattr(JaxDense, "attending", staticmethod(attend))
     history = HISTORIES["fork and crop"] if path is JaxPages else DENSE["chunks and tokens"]
     check(path(Sizes()), history[:3])
-
-
-@pytest.mark.parametrize("path", DENSE_PATHS.values())
-def test_the_window_may_differ_from_the_caches(path):
-    """Nothing that a cache holds depends on it."""
-    sizes = Sizes(config=dataclasses.replace(SMALL, window=30))
-    check(path(sizes, made_with=SMALL), DENSE["chunks and tokens"])
 
 
 @dataclasses.dataclass
@@ -186,17 +176,6 @@ def test_adopted_pages_in_fp8_bring_their_scales():
     path = Adopted(Sizes(fp8=True))
     check(path, HISTORIES["fork and crop"])
     assert path.cache.selected_key is path.memory[0]
-
-
-@pytest.mark.parametrize(
-    ("fp8", "dtype"), [(False, "float64"), (True, "bfloat16"), (True, "float16")]
-)
-def test_other_dtypes(fp8, dtype):
-    """float64 is not rounded, by gates in float32, say; outputs have the dtype of the cache."""
-    gates = "float64" if dtype == "float64" else "float32"
-    sizes = Sizes(H=8, D=32, Dv=32, fp8=fp8, dtype=dtype, gate_dtype=gates)
-    bound = {"float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
-    check(TorchPages(sizes), HISTORIES["chunks"], bound=bound)
 
 
 @by_path

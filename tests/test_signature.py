@@ -22,6 +22,7 @@ from tests.planned import Eager
 from tests.problems import SMALL
 from tests.stand_in_kernels import stand_in, stand_ins
 from tests.tables import table
+from tests.torch_sizes import Sizes
 
 LEFT = []  # launches until one fails; empty: none does
 
@@ -198,7 +199,7 @@ def test_what_others_may_have_stays(how, released):
     options = {"recompute": how == "recomputed", "scale": 0.4}
     with contextlib.ExitStack() as stack:
         if how == "a mode forward":
-            stack.enter_context(Watching())
+            stack.enter_context(Sizes())
         if how == "hooks":
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
             stack.enter_context(hooks)
@@ -321,16 +322,6 @@ def test_bad_input_is_refused_after_a_good_call():
             nsa_torch.attention(**arguments | {name: tuple(arguments[name])})
 
 
-class Watching(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 class Renaming(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -345,9 +336,9 @@ def test_a_mode_sees_the_operator(checked):
     for _ in range(3):
         nsa_torch.attention(**arguments)
     checked.clear()
-    with Watching() as watching:
+    with Sizes() as mode:
         nsa_torch.attention(**arguments)
-    assert any("nsa.attention" in name for name in watching.seen) and checked
+    assert any("nsa.attention" in name for name in mode.names) and checked
 
 
 def test_where_something_else_has_a_say_a_call_decides_anew(decided):

@@ -6,12 +6,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class Sizes(TorchDispatchMode):
-    """The most elements that an operator has returned, and the most bytes behind a result."""
+    """The most elements that an operator has returned, the most bytes behind a result, and the
+    names of operators.
+    """
 
     most = bytes = 0
+    names: tuple[str, ...] = ()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
+        self.names += (str(function),)
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
                 self.most = max(self.most, x.numel())
