@@ -195,13 +195,18 @@ class Whole(torch.nn.Module):
         return self.layer(x)[0], self.function(*given)
 
 
+def check_exported(module, shapes, given, *sizes):
+    """Of `given(*sizes)`, whose shapes are those of the export for the first sizes alone."""
+    exported = torch.export.export(module, given(*sizes[0]), dynamic_shapes=shapes).module()
+    for each in sizes:
+        equal(exported(*given(*each)), module(*given(*each)))
+
+
 def export(name):
     shape = {0: Dim("B", max=64), 1: Dim("T", min=SMALL.select_block + 1, max=2**16)}
     given = lambda *sizes: (hidden(*sizes), *tensors(*sizes))
-    module, shapes = Whole(name), {"x": shape, "given": (shape,) * 4}
-    exported = torch.export.export(module, given(), dynamic_shapes=shapes).module()
-    for sizes in ((40, 2), (77, 3), (17, 1)):
-        equal(exported(*given(*sizes)), module(*given(*sizes)))
+    shapes = {"x": shape, "given": (shape,) * 4}
+    check_exported(Whole(name), shapes, given, (40, 2), (77, 3), (17, 1))
 
 
 def func_grad(name):
@@ -421,16 +426,12 @@ def test_the_model_is_exported_and_compiled():
     torch.manual_seed(0)
     config = NSAModelConfig(**SMALLEST, use_cache=False, attention=["nsa", "dense"])
     model = NSAForCausalLM(config).eval()
-    ids = lambda batch, length: torch.arange(batch * length).view(batch, length) * 7 % 32
+    ids = lambda batch, length: (torch.arange(batch * length).view(batch, length) * 7 % 32,)
     shape = {0: Dim("B", max=64), 1: Dim("T", min=17, max=2**16)}
-    exported = torch.export.export(
-        model, (), {"input_ids": ids(2, 40)}, dynamic_shapes={"input_ids": shape}
-    ).module()
-    for x in (ids(2, 40), ids(3, 77)):
-        equal(exported(input_ids=x).logits, model(x).logits)
+    check_exported(model, {"input_ids": shape}, ids, (2, 40), (3, 77))
     mask = torch.ones(2, 40, dtype=torch.int64)
     mask[0, :7] = 0
-    pair = (each(ids(2, 40), attention_mask=mask).logits for each in (compiled(model), model))
+    pair = (each(*ids(2, 40), attention_mask=mask).logits for each in (compiled(model), model))
     equal(*(x[mask > 0] for x in pair))
 
 
