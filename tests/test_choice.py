@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import re
 import types
 import typing
 from pathlib import Path
@@ -149,21 +150,16 @@ def test_a_damaged_file_of_a_device_is_an_error(device, data, message):
     assert message in str(error.value) and FILE in str(error.value)
 
 
-@pytest.mark.parametrize("framework", REGISTRIES)
-def test_a_plan_names_the_length_from_which_it_is_faster_than_dense(device, framework):
-    """Of these heads alone, and of what runs all steps at once."""
-    hopper = HOPPER | {"framework": framework}
-    lengths = {f"{framework} 8/2 heads of 64": {"forward": 16384, "fwdbwd": "never"}}
-    path = device(faster_than_dense=lengths)
-    plan = lambda name, **change: str(
-        REGISTRIES[framework].choices(pose("", **hopper | change), name)
-    )
-    said = f"from 16384 tokens forward, at no measured length with backward ({path})"
-    last = plan("mosaic").splitlines()[-1]
-    assert last == f"attention: faster than dense attention {said}"
-    portable = "sdpa" if framework == "torch" else "xla"
-    others = plan("mosaic", H=4), plan("mosaic", device=None), plan(portable)
-    assert not any("dense" in other for other in others)
+@pytest.mark.parametrize("name", TABLE["plans of problems"])
+def test_a_plan_says_what_runs(device, name):
+    """All steps run at once where every step has the name. From which length a plan is faster than
+    dense attention is of these heads alone, and of what runs all steps at once.
+    """
+    row = TABLE["plans of problems"][name]
+    path = device(**row.get("file", {}))
+    problem = pose("", **refusals.given(row["problem"]))
+    plan = str(REGISTRIES[problem.framework].choices(problem, refusals.given(row.get("name"))))
+    assert re.fullmatch(refusals.words(row["plan"].replace("PATH", str(path))), plan)
 
 
 # Names, refusals and flags
@@ -187,24 +183,6 @@ def test_automatic_choice_walks_the_order_and_tells_why(device, caplog):
     for name in ("d", "auto"):  # automatic choice is None
         with pytest.raises(ValueError, match=rf"one of \(.*\) or None, got '{name}'"):
             table.choose(sliding, name)
-
-
-@pytest.mark.parametrize("framework", REGISTRIES)
-def test_all_steps_run_at_once_where_every_step_has_the_name(framework):
-    hopper, portable = HOPPER | {"framework": framework, "device": None}, ("sdpa", "xla")
-    portable = portable[framework == "jax"]
-    choices = REGISTRIES[framework].choices
-    plan = choices(pose("", **hopper))
-    assert plan.attention.implementation == "mosaic" and plan.attention.step == "attention"
-    assert str(plan).splitlines()[4:] == ["attention: mosaic"]
-    mixed = choices(pose("", **hopper), Branches(None, None, portable))
-    reason = f"sliding runs on {portable}"
-    assert mixed.attention is None and mixed.whole_refused["mosaic"] == reason
-    assert f"attention: step by step (not mosaic: {reason}" in str(mixed)
-    if framework == "torch":  # which refuses nothing but all steps at once
-        cached = choices(pose("", platform="cpu", cached=True), "jax")
-        assert [c.implementation for c in cached] == ["jax"] * 4
-        assert cached.attention is None and str(cached).endswith("sequences, got a cache)")
 
 
 def test_every_registered_kernel_is_there():
