@@ -125,10 +125,7 @@ class TestCost:
         )
         assert whole == sum(parts)
 
-    @pytest.mark.parametrize(
-        "flops, size, reason",
-        [(2 * 10**12, 1, "TFLOP/s"), (1, 10**10, "GB/s"), (5 * 10**11, 10**9, "None")],
-    )
+    @pytest.mark.parametrize("flops, size, reason", TABLE["impossible work"])
     def test_faster_than_the_hardware_is_refused(self, flops, size, reason):
         work = cost.Cost(flops, size)
         assert reason in str(cost.impossible(work, 1.0, "NVIDIA H100 80GB HBM3", 2))
@@ -346,17 +343,12 @@ def select_last(query, compressed_key, *, config, **options):
     return jnp.broadcast_to(last, shape)
 
 
-@pytest.mark.parametrize(
-    "step, function, status, code, reason",
-    [
-        ("sliding", late, "wrong", 1, "error"),
-        ("sliding", crash, "error", 1, "the kernel broke"),
-        ("sliding", exhaust, "oom", 0, "RESOURCE_EXHAUSTED"),
-        ("scores", select_last, "wrong", 1, "indices:"),  # of the future
-    ],
-)
+BAD = {each.__name__: each for each in (late, slope, crash, exhaust, select_last)}
+
+
+@pytest.mark.parametrize("step, function, status, code, reason", TABLE["bad paths"])
 def test_a_bad_path_gives_no_speed_up(run, monkeypatch, step, function, status, code, reason):
-    put_in_place(monkeypatch, REGISTRY, step, xla=function)
+    put_in_place(monkeypatch, REGISTRY, step, xla=BAD[function])
     got, printed, found = run(f"--framework=jax --branch={step} --branch=dense")
     rows = {r.implementation: r for r in found if r.branch == step}
     assert rows["xla"].status == status and rows["xla"].time_ms is None
@@ -373,7 +365,7 @@ REFUSES = "--framework=jax --branch=sliding --sliding_kernel=mosaic --on_unsuppo
 @pytest.mark.parametrize("words, sliding, statuses, status, reason", TABLE["named rows"])
 def test_rows_that_were_named(run, monkeypatch, words, sliding, statuses, status, reason):
     if sliding:
-        break_sliding(monkeypatch, globals()[sliding])
+        break_sliding(monkeypatch, BAD[sliding])
     code, _, found = run("--framework=torch --input=random", words.format(refuses=REFUSES))
     assert commands.ends(found) == statuses
     assert {r.mode for r in found} == {"fwdbwd" if "fwdbwd" in words else "forward"}

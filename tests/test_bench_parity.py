@@ -202,15 +202,10 @@ def test_a_block_may_score_a_little_less(scores, slack, ok):
     assert parity.decided(scores, POSITIONS, CONFIG)[0, :, 0].tolist() == [True, True, not ok]
 
 
-def test_all_errors_count_in_the_share():
+@pytest.mark.parametrize("worse, share", table("bench")["shares of bounds"])
+def test_all_errors_count_in_the_share(worse, share):
     fine = parity.Parity(1e-7, 1e-8, 1e-6, 1e-6, True)
-    for worse, share in (
-        ({"error_rms": 3.0, "error_rms_bound": 4.0}, 0.75),
-        ({"slope": 1 + 0.9 * parity.SLOPE}, 0.9),
-        ({"error_mean_bound": 0.0}, 2),  # of a bound of 0 every error is too large
-        ({"error_rms": 1.0, "error_rms_bound": 4.0, "slope": 1 - 0.5 * parity.SLOPE}, 0.5),
-    ):
-        assert dataclasses.replace(fine, **worse).share == pytest.approx(share)
+    assert dataclasses.replace(fine, **worse).share == pytest.approx(share)
 
 
 def test_the_worst_part_speaks_and_a_broken_one_before_it():

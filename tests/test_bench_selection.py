@@ -167,11 +167,14 @@ def test_a_table_without_rows_has_its_columns(tmp_path):
         command.read_csv(tmp_path / "none/selection.csv", ["tri_ms"])
 
 
+KERNELS = {"late": late, "broken": broken, "right": WHOLE}
+
+
 @pytest.mark.parametrize("row", TABLE["kernels of the selection"], ids=str)
 def test_a_kernel_that_is_wrong_or_beside_itself_has_no_speed_up(
     row, tmp_path, capsys, monkeypatch
 ):
-    functions = {name: globals()[x] for name, x in row["kernels"].items()}
+    functions = {name: KERNELS[x] for name, x in row["kernels"].items()}
     put_in_place(monkeypatch, REGISTRY, "selected", **functions)
     words = row["words"].format(small=SMALL, tiny=TINY)
     code, found, (cells,) = run(selection, tmp_path, words)
