@@ -28,24 +28,9 @@ SKY = {path: x for path, x in TASKS.items() if path not in TRAIN}  # of one node
 FLOWS = {path.stem: read(path) for path in sorted((ROOT / ".github/workflows").glob("*.yml"))}
 GPU_BENCH = FLOWS["gpu-bench"]
 MODAL = ROOT / "cloud" / "modal_app.py"
-CLOUDS = {"lambda", "runpod", "aws", "primeintellect", "vast", "slurm"}
-# On any cloud.
-GPUS = "A100", "A10G", "L4", "L40S", "RTX4090"
-# Cloud and GPU of each file.
-MADE = {name: (name, "H100") for name in CLOUDS} | {x.lower(): (None, x) for x in GPUS}
-MADE |= {f"primeintellect_{x.lower()}": ("primeintellect", x) for x in GPUS[3:]}
-# SkyPilot refuses autostop there; what ends the machine in its place.
-NO_AUTOSTOP = {"primeintellect": "cloud/launch.py", "slurm": "time:"}
-TASK_KEYS = {"name", "workdir", "num_nodes", "resources", "config", "setup", "run"}
-# What SkyPilot sets on each node of a task.
-NODE = {
-    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
-    "SKYPILOT_NODE_RANK": "1",
-    "SKYPILOT_NUM_NODES": "2",
-    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
-    "SKYPILOT_TASK_ID": "sky-1",
-}
-RESOURCE_KEYS = {"infra", "accelerators", "use_spot", "max_hourly_cost", "autostop"}
+TABLE = table("test_cloud")
+MADE, NO_AUTOSTOP = TABLE["made"], TABLE["no autostop"]
+KEYS = {name: {*keys} for name, keys in TABLE["keys"].items()}
 README = (ROOT / "cloud" / "README.md").read_text()
 TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 by_stem = {"ids": lambda path: path.stem}
@@ -71,7 +56,7 @@ def check_shell(text: str) -> str:
 def test_a_task_is_whole_and_limited(path):
     task = TASKS[path]
     resources = task["resources"]
-    assert set(task) <= TASK_KEYS and set(resources) <= RESOURCE_KEYS
+    assert set(task) <= KEYS["task"] and set(resources) <= KEYS["resources"]
     assert resources["use_spot"] is False
     most = 40 if path in TRAIN else 10
     assert path.stem == "slurm" or 0 < resources["max_hourly_cost"] <= most
@@ -100,7 +85,7 @@ def test_there_is_a_task_for_each_cloud_and_they_do_the_same():
     assert all(f"`{path.stem}`" in README for path in TASKS)
     for tasks, keys in (
         (SKY, ("name", "workdir", "setup", "run")),
-        (TRAIN, TASK_KEYS - {"name", "run"}),
+        (TRAIN, KEYS["task"] - {"name", "run"}),
     ):
         for key in keys:
             assert len({str(task.get(key)) for task in tasks.values()}) == 1, key
@@ -111,7 +96,9 @@ def commands(run: str) -> list[str]:
     """The words that a task hands to `timeout`, as bash on the second node makes them."""
     shell = f"timeout() {{ printf '%s\\0' \"$@\"; }}\n{run}"
     done = subprocess.run(
-        ["bash", "-c", shell], env=NODE | {"PATH": os.environ["PATH"]}, capture_output=True
+        ["bash", "-c", shell],
+        env=TABLE["node"] | {"PATH": os.environ["PATH"]},
+        capture_output=True,
     )
     assert not done.returncode and not done.stderr, done.stderr
     return done.stdout.decode().split("\0")[:-1]
@@ -164,7 +151,7 @@ def test_skypilot_takes_every_task(home):
         assert set(found.accelerators.values()) == {count} and not found.use_spot, path
         assert task.num_nodes == (2 if path in TRAIN else 1), path
         clouds.add(str(found.infra.cloud).lower())
-    assert clouds == CLOUDS | {"none"}
+    assert clouds == {str(cloud or "none") for cloud, _ in MADE.values()}
 
 
 def test_modal_registers_the_app(home):
@@ -322,7 +309,7 @@ def assert_has(found, wanted):
             assert found[key] == value
 
 
-@pytest.mark.parametrize(("name", "wanted"), table("test_cloud").items())
+@pytest.mark.parametrize(("name", "wanted"), TABLE["workflows"].items())
 def test_what_workflows_do(name, wanted):
     assert_has(FLOWS[name], wanted)
 
