@@ -194,13 +194,7 @@ def test_runs_and_seeds_of_an_experiment():
 
 def test_packed_rows_that_failed_have_no_ratio(monkeypatch):
     """Theirs and those of separate rows are shown where they are right."""
-    lines = [
-        {"mode": mode, "form": form, "documents": [8], "time": "1", "time_ms": 2.0}
-        for mode in doc_tables.PASSES.values()
-        for form in ("varlen", "rows", "cu_seqlens")
-    ]
-    lines = [line | {"status": "ok", "commit": None} for line in lines]
-    lines[0] |= {"status": "wrong", "time_ms": None}
+    lines = table("bench")["packed rows"]
     monkeypatch.setattr(doc_tables, "chosen", lambda *given, **options: lines)
     monkeypatch.setitem(doc_tables.KINDS, "summary", {})
     found, alone = (x.strip("| ").split(" | ") for x in doc_tables.summary().splitlines()[-2:])

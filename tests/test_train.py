@@ -334,13 +334,8 @@ def test_the_command_trains_all_and_draws(command, tmp_path):
     # All four are done: nothing is left to resume, and a verdict is an exit status.
     status, _, again = command(*SMALL, "--margin=1", "--warmup=0", "--resume", "--tolerance=0")
     assert status == train.WRONG and again == found
-    kept = f"--checkpoint_dir={tmp_path / 'out' / 'checkpoints'}"
-    for changed, folder, message in (
-        (["--resume", "--steps=4"], "out", "steps must be 3 as in the checkpoint, got 4"),
-        (["--resume", "--lr=0.5"], "out", "lr must be 0.003 as in the checkpoint, got 0.5"),
-        ([], "out", "exists; --out must name a new folder"),
-        ([kept], "other", "exists; give --resume or another folder"),
-    ):
+    for words, folder, message in TABLE["begun"]:
+        changed = words.format(out=tmp_path / "out").split()
         with pytest.raises(ValueError, match=message):
             command(*SMALL, "--warmup=0", *changed, folder=folder)
 
