@@ -1,6 +1,5 @@
 """What is watched of a run, what a damaged checkpoint does, and bad input of spread runs."""
 
-import csv
 import dataclasses
 import io
 import itertools
@@ -75,8 +74,7 @@ def test_what_a_run_leaves(tmp_path):
     assert [line.step for line in found] == [1, 3] and found[1].loss == losses[3]
     assert [len(line.layers) for line in found] == [2, 2] and found[0].mfu is None
     assert all(0 < layer["overlap"] <= 1 for line in found for layer in line.layers)
-    with (tmp_path / "torch-nsa.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = commands.rows(tmp_path / "torch-nsa.csv")
     assert [float(row["loss"]) for row in rows] == [line.loss for line in found]
     assert float(rows[1]["gates/entropy/layer1"]) == found[1].layers[1]["entropy"]
     assert rows[0]["mfu"] == "" and float(rows[0]["tokens_per_s"]) > 0

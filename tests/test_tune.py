@@ -138,7 +138,6 @@ def test_the_file_says_what_decided(run, write, tmp_path, capsys):
 
 def test_lengths_beside_dense_attention(run, write, tmp_path):
     """Of one sequence of random inputs; one length says something only where NSA is slower."""
-
     some = []
     for gains, fields in TABLE["over dense"]:
         for length, gain in gains.items():
