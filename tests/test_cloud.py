@@ -309,7 +309,7 @@ def assert_has(found, wanted):
             assert found[key] == value
 
 
-@pytest.mark.parametrize(("name", "wanted"), TABLE["workflows"].items())
+@pytest.mark.parametrize("name, wanted", TABLE["workflows"].items())
 def test_what_workflows_do(name, wanted):
     assert_has(FLOWS[name], wanted)
 

@@ -106,7 +106,7 @@ ANSWERS = [
 
 
 @served
-@pytest.mark.parametrize(("device", "changes", "sizes"), ANSWERS, ids=str)
+@pytest.mark.parametrize("device, changes, sizes", ANSWERS, ids=str)
 def test_answers_are_those_of_generate(device, changes, sizes, monkeypatch):
     """Prompts longer than a step (24 tokens), shorter ones and decode in the same steps. Memory of
     the manager begins as NaN, as of a request before or of whoever had it.
@@ -366,7 +366,7 @@ def test_a_manager_that_persists_serves_the_weights_of_now():
 
 
 @served
-@pytest.mark.parametrize(("row", "found", "_"), refusals.rows("prompt"), ids=str)
+@pytest.mark.parametrize("row, found, _", refusals.rows("prompt"), ids=str)
 def test_a_prompt_that_is_wrong(row, found, _):
     """Before anything runs: in a step it would end the requests beside it."""
     lm, prompt = model(), row["prompt"]

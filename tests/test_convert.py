@@ -41,7 +41,7 @@ CASES = {name: AutoConfig.for_model(**SIZES | row) for name, row in MODELS["conv
 tuples = lambda row: {x: tuple(y) if isinstance(y, list) else y for x, y in row.items()}
 PLAIN = [tuple(x) for x in MODELS["starts"]]
 ROWS = [(*x, {}) for x in PLAIN] + [(*x, tuples(row)) for *x, row in MODELS["options"]]
-plain = pytest.mark.parametrize(("case", "start"), PLAIN)
+plain = pytest.mark.parametrize("case, start", PLAIN)
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def assert_dense(case, found, dtype="float32"):
     assert parity.ok, parity.reason
 
 
-@pytest.mark.parametrize(("case", "start", "more"), ROWS, ids=str)
+@pytest.mark.parametrize("case, start, more", ROWS, ids=str)
 def test_logits_are_the_dense_models(case, start, more, model):
     made, ids = model(case, start=start, **more), tokens(width=4 * REACH)
     first, stay = made.model.layers[0].self_attn, more.get("dense_layers", ())
@@ -136,7 +136,7 @@ def test_steps_of_training_move_the_weights_of_the_start(case, start, model):
             assert bool(x.grad.any()) != any(f".{y}" in name for y in still), name
 
 
-@pytest.mark.parametrize(("case", "start"), [("qwen2", "shared"), ("qwen3 yarn", "values")])
+@pytest.mark.parametrize("case, start", [("qwen2", "shared"), ("qwen3 yarn", "values")])
 @torch.no_grad()
 def test_what_is_saved_again_is_read_by_both_frameworks(case, start, model, tmp_path):
     made, want = model(case, start=start), model(case, start=start)(tokens()).logits
@@ -264,7 +264,7 @@ def source(folders, tmp_path):
     return shutil.copytree(folders("qwen2")[0], tmp_path / "source")
 
 
-@pytest.mark.parametrize(("row", "sentence", "error"), refusals.rows("conversion"), ids=str)
+@pytest.mark.parametrize("row, sentence, error", refusals.rows("conversion"), ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_refused_leaves_nothing_behind(row, sentence, error, source, tmp_path):
     options = refusals.given(row)

@@ -143,7 +143,7 @@ def test_a_second_epoch_has_the_same_rows_in_another_order():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    "name, content, message",
     [
         ("tokens.xz", b"no", "is not a complete corpus"),
         ("tokens.xz", None, "is not a complete corpus"),

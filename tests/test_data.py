@@ -176,7 +176,7 @@ class TestParquet:
         assert one.sha256 == other.sha256
 
     @pytest.mark.parametrize(
-        ("change", "column", "message"),
+        "change, column, message",
         [
             (bytes, "body", r"no column 'body'; its columns are \['id', 'text'"),
             (bytes, "id", "x.parquet row 0: column 'id' must be text, got 0"),
@@ -307,7 +307,7 @@ def test_a_stream_holds_out_every_sixteenth_document(streamed):
         assert set(batch.tokens.tobytes()) <= set(joined) and batch.tokens.shape == (4, WIDTH)
 
 
-@pytest.mark.parametrize(("texts", "buffer", "message"), TABLE["streams without a row"])
+@pytest.mark.parametrize("texts, buffer, message", TABLE["streams without a row"])
 def test_a_stream_that_fills_no_row(streamed, texts, buffer, message):
     with pytest.raises(ValueError, match=message):
         streamed(texts, buffer=buffer).evaluation(1)

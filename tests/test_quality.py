@@ -300,13 +300,13 @@ def five(apart=0.0, recall=1.0, spread=0.001, near=("",) * 5, over=TABLE["over"]
     return found
 
 
-@pytest.mark.parametrize(("files", "message"), TABLE["no pairs"])
+@pytest.mark.parametrize("files, message", TABLE["no pairs"])
 def test_runs_that_are_no_pairs_are_refused(files, message):
     with pytest.raises(ValueError, match=message):
         quality.groups(made(files))
 
 
-@pytest.mark.parametrize(("files", "message"), TABLE["no kind"])
+@pytest.mark.parametrize("files, message", TABLE["no kind"])
 def test_runs_that_are_no_kind_are_refused(files, message):
     with pytest.raises(ValueError, match=message):
         quality.kind_of("nsa", made(files))
@@ -320,7 +320,7 @@ def test_the_head_of_the_bounds():
     assert quality.head("bounds")[2:] == [*titles, "pairs"]
 
 
-@pytest.mark.parametrize(("files", "broken", "text"), TABLE["bounds"])
+@pytest.mark.parametrize("files, broken, text", TABLE["bounds"])
 def test_bounds_decide(files, broken, text, tmp_path, capsys):
     """The exit status of the command, and what it prints."""
     for name, each in made(files).items():

@@ -57,7 +57,7 @@ def test_a_description_makes_the_same_kernel_elsewhere():
 
 
 @pytest.mark.parametrize(
-    ("spec", "source", "message"),
+    "spec, source, message",
     [
         (Copy(1, 2), "", "copy must have a source, since another process builds it"),
         (
@@ -146,7 +146,7 @@ def test_a_kept_process_whose_first_kernel_is_refused_builds_the_next(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    "what, words",
     [
         ("compiler", "a C compiler is missing, which is needed to build kernels; install gcc"),
         ("plugin", "JAX's CUDA plugin is missing, .*; pip install 'native-sparse"),

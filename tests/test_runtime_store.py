@@ -401,7 +401,7 @@ def test_the_command_builds_lists_and_clears(tmp_path, builds, monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    "arguments, words",
     [
         (["--preset=paper,big"], "--preset must be one of paper, seed, smallgroup, got big"),
         (["--preset=paper", "--jobs=0"], "--jobs must be at least 1, got 0"),

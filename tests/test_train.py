@@ -238,7 +238,7 @@ def test_weights_start_alike_under_both_attentions(tmp_path):
         assert matrix.std().item() == pytest.approx(deviation, rel=0.1)
 
 
-@pytest.mark.parametrize(("attention", "gate", "millions"), TABLE["parameters"])
+@pytest.mark.parametrize("attention, gate, millions", TABLE["parameters"])
 def test_products_and_parameters(attention, gate, millions):
     for name, kv in itertools.product(spec.MODELS, ("shared", "separate")):
         model = spec.model(name, attention, gate=gate)
@@ -340,9 +340,7 @@ def test_the_command_trains_all_and_draws(command, tmp_path):
             command(*SMALL, "--warmup=0", *changed, folder=folder)
 
 
-@pytest.mark.parametrize(
-    ("size", "steps", "seen"), [(4096, 3, 192 / 3840), (1100, 30, 1920 / 1032)]
-)
+@pytest.mark.parametrize("size, steps, seen", [(4096, 3, 192 / 3840), (1100, 30, 1920 / 1032)])
 def test_a_text_that_is_seen_more_than_once_is_told(command, size, steps, seen):
     """Of a text of which a sixteenth is held out; with evaluations on the way."""
     flags = (
@@ -377,7 +375,7 @@ def test_the_command_measures_speed(command, words, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    "error, status",
     [
         (torch.OutOfMemoryError("no room"), "oom"),
         (NotImplementedError("not here"), "unsupported"),

@@ -67,7 +67,7 @@ def test_every_flag_of_the_table_is_one():
     assert not set(config_file.OWN) & config_file.FLAGS.keys()
 
 
-@pytest.mark.parametrize(("row", "sentence", "error"), refusals.rows("training"))
+@pytest.mark.parametrize("row, sentence, error", refusals.rows("training"))
 def test_faults_name_file_and_key(row, sentence, error, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(row["text"])
@@ -78,7 +78,7 @@ def test_faults_name_file_and_key(row, sentence, error, tmp_path):
 NOT_FINITE = itertools.product(("lr", "clip", "eps", "weight_decay"), (np.inf, np.nan, -1.0))
 
 
-@pytest.mark.parametrize(("name", "value"), [*NOT_FINITE, ("beta2", 1.0), ("steps", 0)])
+@pytest.mark.parametrize("name, value", [*NOT_FINITE, ("beta2", 1.0), ("steps", 0)])
 def test_training_is_of_finite_numbers(name, value):
     """They are lines of JSON too."""
     with pytest.raises(
@@ -116,7 +116,7 @@ def test_who_wins(own):
     assert train.FLAGS.seq_len == 512 and train.FLAGS.dataset == "text"
 
 
-@pytest.mark.parametrize(("given", "changes", "expected"), TABLE["batches"])
+@pytest.mark.parametrize("given, changes, expected", TABLE["batches"])
 def test_one_of_two_words_for_the_batch_wins(own, given, changes, expected):
     own(*given)
     read("tiny", changes)
@@ -158,7 +158,7 @@ SEED_RUN = ("--set=train.batch_size=1", "--set=train.accumulate_grad_batches=4")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "layout"),
+    "arguments, layout",
     [
         ("--framework=torch", Parallel(accumulate=4)),
         ("--framework=jax --parallel=fsdp --devices=4 --tensor=2", Parallel("fsdp", 4, 2, 4)),

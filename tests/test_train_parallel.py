@@ -253,7 +253,7 @@ def test_shards_of_torch_go_on_over_heads_in_jax(folder, one, tmp_path):
         assert (ours[name] - theirs[name]).abs().max() < 1e-4, name
 
 
-@pytest.mark.parametrize(("name", "value"), [("bias", True), ("key_taps", 3)])
+@pytest.mark.parametrize("name, value", [("bias", True), ("key_taps", 3)])
 def test_what_is_not_divided_over_heads(name, value, tmp_path):
     todo = altered(task(), {name: value})
     with pytest.raises(ValueError, match=f"{name} must be .* if tensor=2, got"):
@@ -261,7 +261,7 @@ def test_what_is_not_divided_over_heads(name, value, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "layer"),
+    "layout, layer",
     [
         (HEADS, {"gate": "head", "gate_bias": (0, 1, 3)}),
         (Parallel("ddp", 2, accumulate=2), {}),
@@ -316,7 +316,7 @@ def test_gates_of_each_query_head_in_shards():
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    "name, layout",
     [("dense-bf16", Parallel("ddp", 4)), ("dense", Parallel("ddp", 2, accumulate=2))],
 )
 def test_losses_of_jax_on_several_devices_are_those_of_one_process(one, tmp_path, name, layout):

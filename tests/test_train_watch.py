@@ -226,7 +226,7 @@ def test_a_token_that_the_model_does_not_know():
 
 
 @pytest.mark.parametrize(
-    ("tensor", "text"),
+    "tensor, text",
     [(1, "devices must be 1, the number of processes"), (2, "tensor must be 1")],
 )
 def test_bad_layouts_of_torch(tmp_path, tensor, text):
@@ -242,7 +242,7 @@ def test_processes_of_jax_without_a_device_in_the_mesh(monkeypatch):
         jax_parallel.Layout.of(Parallel("ddp", 4), DENSE.model)
 
 
-@pytest.mark.parametrize(("words", "graph"), TABLE["graphs"].items())
+@pytest.mark.parametrize("words, graph", TABLE["graphs"].items())
 def test_what_is_a_graph(words, graph):
     commands.parsed(train.FLAGS, "train", "--framework=torch", *words.split())
     assert train._variant("torch", DENSE, "math").graph == graph

@@ -132,7 +132,7 @@ def test_convolved_keys_of_the_engines_steps(case):
         assert not out[-PADDING:].any()
 
 
-@pytest.mark.parametrize(("count", "lengths", "alone"), MODELS["prefixes"], ids=str)
+@pytest.mark.parametrize("count, lengths, alone", MODELS["prefixes"], ids=str)
 def test_a_prefix_that_comes_with_the_same_step(count, lengths, alone):
     """Rows of the same few tokens are no launch that appends and attends where one may begin with a
     block that another one fills in it. An engine's arrays have room for more rows, which are not

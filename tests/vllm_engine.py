@@ -161,7 +161,7 @@ def test_without_a_block_size(engine):
     same_as_alone(lm, texts()[:3], answers(llm, texts()[:3]))
 
 
-@pytest.mark.parametrize(("options", "message"), MODELS["refused by the engine"])
+@pytest.mark.parametrize("options, message", MODELS["refused by the engine"])
 def test_what_is_refused(engine, options, message):
     with pytest.raises(Exception, match=message):
         engine(model(), **options)
