@@ -58,8 +58,7 @@ class ClusterWarps(Warps):
     def exp2(self, x):
         return np.exp2(x)
 
-    def quotient(self, a, b):
-        return self.word(a) / self.word(b)
+    quotient = Warps.divided
 
     def multiply_add(self, a, b, c):
         return self.word(a) * self.word(b) + self.word(c)
@@ -150,7 +149,7 @@ class ClusterWarps(Warps):
 
     def _global(self, address, only, count):
         """Of each array: its words, which lanes want some of them, and which."""
-        only = np.broadcast_to(only & self.active, self.shape)
+        only = self._here(only)
         number = address >> PLACE
         for i in np.unique(number[only]):
             array = self.arrays[i].reshape(-1).view(np.int32)
@@ -204,9 +203,6 @@ class ClusterWarps(Warps):
         for i, x in enumerate(words):
             _, index = self._shared(address, offset + 4 * i, only)
             self._write(self.cta, index, x, only)
-
-    def _here(self, only):
-        return np.broadcast_to(only & self.active, self.shape)
 
     def _write(self, cta, index, x, only, barrier=None):
         """`barrier`: that the words are pushed under."""

@@ -33,6 +33,18 @@ class Rows:
         position = [torch.arange(n) for n in lengths]
         return torch.cat(document).to(self.device), torch.cat(position).to(self.device)
 
+    def of_queries(self) -> list[Tensor]:
+        """`tokens` of the queries."""
+        return [x[self.keys - self.queries :] for x in self.tokens()]
+
+    def seen(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`[T, S]`: how far each key is before each query, and whether the query may see it; the
+        positions of keys.
+        """
+        document, position = self.tokens()
+        own, at = (x[:, None] for x in self.of_queries())
+        return at - position, (own == document) & (own >= 0) & (position <= at), position
+
     def padding(self, last: int) -> Tensor:
         """Which of the last tokens are of no document."""
         return self.tokens()[0][self.keys - last :] < 0
@@ -99,7 +111,7 @@ def attend(
 def compressed_mask(config, rows: Rows) -> Tensor:
     """`[1, 1, T, C]`: a query sees the windows that end at it or before."""
     document, start, _ = rows.windows(config)
-    own, position = (x[rows.keys - rows.queries :, None] for x in rows.tokens())
+    own, position = (x[:, None] for x in rows.of_queries())
     return ((own == document) & (start + config.compress_block <= position + 1))[None, None]
 
 
@@ -116,7 +128,7 @@ def scores(probability: Tensor, config, rows: Rows) -> Tensor:
 
 def select(scores: Tensor, config, rows: Rows) -> Tensor:
     """The selection (Eq. 11): forced blocks, then by score, of equal ones the lower block."""
-    own, position = (x[rows.keys - rows.queries :] for x in rows.tokens())
+    own, position = rows.of_queries()
     last = torch.where(own < 0, -1, position // config.select_block)[:, None, None]
     block = torch.arange(scores.shape[-1], device=rows.device)
     forced = (block < config.num_initial) | (block > last - config.num_local)
@@ -132,19 +144,15 @@ def select(scores: Tensor, config, rows: Rows) -> Tensor:
 
 def selected_mask(block_indices: Tensor, config, rows: Rows) -> Tensor:
     """`[B, Hkv, T, S]`: tokens of the chosen blocks of the query's document, up to the query."""
-    document, position = rows.tokens()
-    own, at = (x[rows.keys - rows.queries :, None] for x in (document, position))
+    _, causal, position = rows.seen()
     block = position // config.select_block
     chosen = torch.stack([slot[..., None] == block for slot in block_indices.unbind(-1)])
-    causal = (own == document) & (own >= 0) & (position <= at)
     return chosen.any(0).transpose(1, 2) & causal
 
 
 def sliding_mask(config, rows: Rows) -> Tensor:
-    document, position = rows.tokens()
-    own, at = (x[rows.keys - rows.queries :, None] for x in (document, position))
-    near = (position <= at) & (at - position < config.window)
-    return ((own == document) & (own >= 0) & near)[None, None]
+    before, causal, _ = rows.seen()
+    return (causal & (before < config.window))[None, None]
 
 
 @dataclasses.dataclass

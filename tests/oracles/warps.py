@@ -118,8 +118,7 @@ class Warps:
     def warp(self):
         return self.word(self.warp_in_cta)
 
-    def warp_of_cta(self):
-        return self.word(self.warp_in_cta)
+    warp_of_cta = warp
 
     def exchange(self, x, distance):
         return self.word(x)[..., LANES ^ distance]
@@ -156,7 +155,7 @@ class Warps:
         self._store(self.memory, self._shared(address, offset, only), x, only)
 
     def join(self, address, x, only):
-        only = np.broadcast_to(only & self.active, self.shape)
+        only = self._here(only)
         at = (np.broadcast_to(i, self.shape)[only] for i in self._shared(address, 0, only))
         np.bitwise_or.at(self.memory, tuple(at), self.word(x)[only])
 
@@ -187,15 +186,19 @@ class Warps:
 
     def put_several(self, address, values, only):
         array, index = address
-        assert not (index % len(values))[np.broadcast_to(only & self.active, self.shape)].any()
+        assert not (index % len(values))[self._here(only)].any()
         for i, x in enumerate(values):
             self.put((array, index + i), x, only)
 
     def fetch_several(self, address, count, only):
         array, index = address
-        assert not (index % count)[np.broadcast_to(only & self.active, self.shape)].any()
+        assert not (index % count)[self._here(only)].any()
         found = [array[self._inside(index + i, array.size, only)] for i in range(count)]
         return [np.where(only, x, 0) for x in found]
+
+    def _here(self, only):
+        """The lanes that do something."""
+        return np.broadcast_to(only & self.active, self.shape)
 
     def _shared(self, address, offset, only=True):
         address = self.word(address) + offset
@@ -210,7 +213,7 @@ class Warps:
         return index
 
     def _store(self, array, at, x, only):
-        only = np.broadcast_to(only & self.active, self.shape)
+        only = self._here(only)
         at = tuple(np.broadcast_to(i, self.shape)[only] for i in at)
         array[at] = self.word(x)[only]
 
