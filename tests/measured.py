@@ -9,8 +9,10 @@ from bench.harness import runners
 from bench.harness.records import Record
 from bench.lm import log
 from nsa_jax import NSAConfig
+from tests.tables import table
 
-GPU = "NVIDIA Test 80GB"
+TABLE = table("measured")
+GPU = TABLE["row"]["device"]
 
 
 def record(branch: str, implementation: str, ms: float | None, **fields: Any) -> Record:
@@ -18,17 +20,12 @@ def record(branch: str, implementation: str, ms: float | None, **fields: Any) ->
     length = fields.pop("S", 512)
     config = fields.pop("config", {})
     config = NSAConfig(**config) if isinstance(config, dict) else config
-    values: dict[str, Any] = dict(bench="fa2", framework="torch", mode="forward", device=GPU)
-    values |= dict(B=1, T=length, S=length, H=8, Hkv=2, D=64, Dv=64, dtype="bfloat16")
-    values |= dict(input="random", commit="c0ffee", time="2026-01-01T00:00:00+00:00")
-    values |= dict(versions={"python": "3.12.0", "torch": "2.11.0"})
+    values = TABLE["row"] | dict(T=length, S=length, config=config.as_dict())
     if ms is None:
-        values |= dict(status="wrong", reason="far off")
+        values |= TABLE["failed"]
     else:
-        values |= dict(time_ms=ms, p20_ms=ms * 0.9, p80_ms=ms * 1.1, samples=5)
-        values |= dict(error_of="out", error_max=0.01, error_bound=0.1)
-        values |= dict(useful_flops=10**9, bytes=10**6, tflops=1 / ms, gbps=1 / ms)
-    values |= dict(config=config.as_dict())
+        values |= TABLE["timed"] | dict(time_ms=ms, p20_ms=ms * 0.9, p80_ms=ms * 1.1)
+        values |= dict(tflops=1 / ms, gbps=1 / ms)
     return Record(**values | fields, branch=branch, implementation=implementation)
 
 
@@ -60,24 +57,10 @@ def made(rows: Iterable[Any], pairs: Callable = pairs) -> list[Record]:
     return found
 
 
-NUMBERS = dict(loss=1.0, grad_norm=1.0, lr=1.0, tokens_per_s=1.0)
-ABOUT = dict(device=GPU, versions={}, commit=None, dirty=None, time="")
-# Fields of the lines of a training log.
-LOGGED: dict[type, dict[str, Any]] = {
-    log.Header: ABOUT
-    | dict(model={}, parameters=1, training={}, dtype="float32", first_step=0, flops=1)
-    | dict(input_sha256="x"),
-    log.Step: NUMBERS | dict(time_ms=1.0),
-    log.Watch: NUMBERS | dict(mfu=None),
-    log.Speed: ABOUT | dict(model="tiny", dtype="bfloat16", batch=8, seq_len=64, status="ok"),
-    log.Summary: dict(status="ok"),
-}
-
-
 def logged(kind: Any, **fields: Any) -> Any:
     """A line of a training log, of torch's NSA unless said otherwise."""
     name = dict(framework="torch", attention="nsa", implementation="x")
-    return kind(**name | LOGGED.get(kind, {}) | fields)
+    return kind(**name | TABLE["logged"][kind.__name__] | fields)
 
 
 def problem(settings, platform="cuda", capability=None, device=None):
