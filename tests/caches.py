@@ -289,6 +289,8 @@ class Call:
 class TorchPages:
     """`implementation`: of steps of few tokens. Its `attend` may append, too."""
 
+    api, xp = nsa_torch, torch
+
     sizes: Sizes
     device: str = "cpu"
     implementation: str | None = None
@@ -299,16 +301,16 @@ class TorchPages:
     rings: int = RINGS
 
     def __post_init__(self):
-        self.cache = self.made()
+        self.cache = self.made(device=self.device)
         for x in self.cache.tensors().values():
             x.fill_(torch.nan)
 
-    def made(self):
-        sizes, dtype = self.sizes, getattr(torch, self.sizes.dtype)
-        options = {"dtype": torch.float8_e4m3fn if sizes.fp8 else dtype}
-        options |= {"compressed_dtype": dtype, "max_rows": self.rings, "device": self.device}
+    def made(self, **options):
+        sizes, dtype = self.sizes, getattr(self.xp, self.sizes.dtype)
+        options |= {"dtype": self.xp.float8_e4m3fn if sizes.fp8 else dtype}
+        options |= {"compressed_dtype": dtype, "max_rows": self.rings}
         options |= {"config": sizes.config, "separate": sizes.separate}
-        return nsa_torch.PagedCache(self.pool, sizes.Hkv, sizes.D, sizes.Dv, **options)
+        return self.api.PagedCache(self.pool, sizes.Hkv, sizes.D, sizes.Dv, **options)
 
     def array(self, x):
         if x is None:
@@ -367,21 +369,15 @@ def restored(arrays):
     }
 
 
-class JaxPages:
+class JaxPages(TorchPages):
+    api, xp = nsa_jax, jnp
     attending = staticmethod(
         jax.jit(nsa_jax.paged_attention, static_argnames=("max_seqlen_q", "implementation"))
     )
     appending = staticmethod(jax.jit(nsa_jax.append, donate_argnums=0))
 
-    pool, width = POOL, WIDTH
-
-    def __init__(self, sizes: Sizes, implementation=None, rings=RINGS):
-        self.sizes, self.rings, self.implementation = sizes, rings, implementation
-        options = {"dtype": jnp.float8_e4m3fn if sizes.fp8 else sizes.dtype, "max_rows": rings}
-        options |= {"compressed_dtype": sizes.dtype, "config": sizes.config}
-        widths = sizes.Hkv, sizes.D, sizes.Dv
-        cache = nsa_jax.PagedCache(POOL, *widths, separate=sizes.separate, **options)
-        self.cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
+    def __post_init__(self):
+        self.cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), self.made())
 
     def array(self, call):
         """Few programs are compiled: there are 8 tokens or 96, with NaN behind a call's."""
@@ -393,10 +389,6 @@ class JaxPages:
             return np.concatenate([x, behind])
 
         return made
-
-    def step(self, call: Call):
-        self.append(call)
-        return self.attend(call)
 
     def append(self, call: Call):
         *_, key, value = call.given(self.sizes, self.array(call))

@@ -126,7 +126,7 @@ class Adopted(TorchPages):
 
     kinds: int = 1
 
-    def made(self):
+    def made(self, device):
         sizes, block = self.sizes, self.sizes.config.select_block
         half, widths = getattr(torch, sizes.dtype), (sizes.D, sizes.Dv)
         dtype = torch.float8_e4m3fn if sizes.fp8 else half
@@ -138,7 +138,7 @@ class Adopted(TorchPages):
         options |= {"compressed_dtype": half, "max_rows": self.rings}
         if self.kinds > 1:
             shape = self.pool, self.kinds, block, sizes.Hkv, sizes.D
-            self.memory = torch.full(shape, torch.nan, dtype=dtype, device=self.device)
+            self.memory = torch.full(shape, torch.nan, dtype=dtype, device=device)
             return nsa_torch.PagedCache.view(*self.memory.unbind(1)[:2], **options)
         shape = self.pool, block, sizes.Hkv
         self.memory = [torch.zeros(*shape, width).to(dtype) for width in widths]

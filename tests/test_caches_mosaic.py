@@ -193,7 +193,7 @@ def test_a_token_without_a_page_is_not_put(ran, monkeypatch):
 def test_jax_runs_a_step_on_pages_in_fp8(detectors):
     """The kernel of a step that appends nothing, by the public function."""
     sizes = few(2, 1, 64, 64, separate=False, fp8=True)
-    check(JaxPages(sizes, "mosaic"), decoding([90], 1), bound=5e-3)
+    check(JaxPages(sizes, implementation="mosaic"), decoding([90], 1), bound=5e-3)
 
 
 # Steps that are known: one launch.
