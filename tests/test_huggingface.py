@@ -112,10 +112,7 @@ def steps(model, ids, mask, splits, cache, between=lambda cache: None):
 def test_padded_rows_in_chunks_are_each_row_alone(kind, cache):
     """Chunks in which a row has no token yet, or begins; rows without padding need no mask."""
     made = model(kind)
-    for padding, *all_splits in (
-        ((0, 0), [20, 1, 14, 6]),
-        (PADDING, [20, 15, 6], [35, 1, 1, 1, 1, 2]),
-    ):
+    for padding, *all_splits in MODELS["chunks"]:
         ids, mask = left_padded(padding)
         rows = alone(made, ids, padding)
         options = dict(attention_mask=mask, use_cache=False, output_hidden_states=True)
@@ -250,10 +247,7 @@ def test_generate(kind, mode):
             assert made.lm_head(made.model.norm(x)).argmax() == empty[0]
 
 
-@pytest.mark.parametrize(
-    "kind, cache",
-    [("nsa", "grows"), ("dense", "grows"), ("shared", "grows"), ("nsa", "pages")],
-)
+@pytest.mark.parametrize("kind, cache", MODELS["guessed"])
 def test_generate_with_guesses_takes_them_back(kind, cache):
     """Prompt lookup appends guesses to the cache and crops the wrong ones."""
     made, ids = model(kind), tokens(1, 12).repeat(1, 3)
@@ -271,11 +265,7 @@ def test_generate_with_guesses_takes_them_back(kind, cache):
     assert type(kept.get_seq_length()) is int  # transformers counts guesses in a tensor
 
 
-@pytest.mark.parametrize(
-    "cache, kind",
-    [("grows", "nsa"), ("grows", "dense")]
-    + [(cache, kind) for cache in CACHES for kind in ("mixed", "shared", "taps")],
-)
+@pytest.mark.parametrize("cache, kind", MODELS["operated"])
 @torch.no_grad()
 def test_operations_on_a_cache(kind, cache):
     made = model(kind)
@@ -294,14 +284,9 @@ def test_operations_on_a_cache(kind, cache):
 
     kept, first = fresh()
     want = go_on(kept)
-    for name, argument, rows in (
-        ("reorder_cache", torch.tensor([1, 1]), [1, 1]),
-        ("reorder_cache", torch.tensor([1, 0]), [1, 0]),
-        ("batch_repeat_interleave", 2, [0, 0, 1, 1]),
-        ("batch_select_indices", torch.tensor([1]), [1]),
-    ):
+    for name, argument, rows in MODELS["operations"]:
         kept, _ = fresh()
-        getattr(kept, name)(argument)
+        getattr(kept, name)(refusals.given(argument))
         assert kept.batch_size == len(rows)
         close(go_on(kept, rows), want[rows])
     kept, _ = fresh()
