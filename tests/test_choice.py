@@ -336,8 +336,6 @@ def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):
 
 # What Mosaic kernels can do
 
-WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
-GROUPS = (1, 2, 3, 5, 6, 8, 10, 16, 64)
 MOVING = ("tile_block_lists", "dkv_merge")  # kernels that have sizes of others
 LENGTH = 8192  # so long that tiles may be gathered
 REFUSED = TABLE["not accepted"]
@@ -350,7 +348,7 @@ def asked(D=128, Dv=128, G=4, **change):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_width_and_group_is_accepted(dtype):
-    shapes = list(itertools.product(WIDTHS, WIDTHS, GROUPS))
+    shapes = list(itertools.product(TABLE["widths"], TABLE["widths"], TABLE["groups"]))
     assert len(shapes) == 900
     reasons = {shape: capability.why_not(asked(*shape, dtype=dtype)) for shape in shapes}
     assert {shape: reason for shape, reason in reasons.items() if reason} == {}

@@ -251,11 +251,7 @@ def test_what_was_traced_is_built_together(hopper, monkeypatch):
 
 def test_what_cannot_be_built_is_no_custom_call(hopper, monkeypatch, caplog):
     call = None
-    for length, there, missing, found in (
-        (42, True, "no compiler", True),
-        (43, False, None, True),
-        (44, False, "no compiler", False),
-    ):
+    for length, there, missing, found in TABLE["built"]:
         pretend.machine(monkeypatch, on_disk=there, build_why_not=missing)
         loaded.can_build.cache_clear()
         text = lowered(sliding, layer(length)[:3]).as_text()

@@ -54,6 +54,7 @@ PADDING = (0, 13, 30, 38)  # of each row of `batch`; 3 tokens are fewer than a b
 GREEDY = dict(do_sample=False)
 
 by_kind = pytest.mark.parametrize("kind", ["nsa", "dense", "mixed", "shared", "taps"])
+by_order = pytest.mark.parametrize("kinds", [("nsa", "dense"), ("dense", "nsa")])
 by_cache = pytest.mark.parametrize("cache", ["grows", "pages"])
 # Newer transformers calls it activation checkpointing.
 renamed = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -410,7 +411,7 @@ def test_a_cache_in_which_a_call_did_not_end(place):
 
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kinds", [("nsa", "dense"), ("dense", "nsa")])
+@by_order
 @pytest.mark.parametrize("cache", CACHES)
 @torch.no_grad()
 def test_layers_on_several_devices(kinds, cache, device):
@@ -436,7 +437,7 @@ def test_layers_on_several_devices(kinds, cache, device):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("kinds", [("nsa", "dense"), ("dense", "nsa")])
+@by_order
 @torch.no_grad()
 def test_a_first_call_that_failed_leaves_nothing(kinds, first):
     """A second one may have other rows."""
@@ -747,10 +748,9 @@ def test_implementations_are_named_for_all_layers():
 @torch.no_grad()
 def test_gpu_padded_batch_through_mosaic(attention):
     """bfloat16 by the Mosaic kernels, against the same weights in float32 by SDPA."""
-    sizes = dict(vocab_size=256, hidden_size=256, num_hidden_layers=2, pad_token_id=0)
-    sizes |= dict(num_attention_heads=8, num_key_value_heads=2, head_dim=64, phi="mlp_pe")
     torch.manual_seed(0)
-    exact = NSAForCausalLM(NSAModelConfig(**sizes, attention=attention)).cuda().eval()
+    exact = NSAForCausalLM(NSAModelConfig(**MODELS["on a GPU"], attention=attention))
+    exact = exact.cuda().eval()
     low, fast = (copy.deepcopy(exact).bfloat16() for _ in range(2))
     fast.set_nsa_implementation("mosaic")
     exact.set_nsa_implementation("sdpa")

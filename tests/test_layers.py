@@ -243,7 +243,7 @@ def test_convolved_keys_are_what_loops_say(kv, both):
     columns = module.key_conv.out_channels
     assert columns == (16 if kv == "shared" else 48)
     key, before = (rng.normal(size=(2, n, columns)).astype(np.float32) for n in (7, 2))
-    position = np.array([[5, 6, 0, 1, 2, 3, 0], [1, 2, 3, 4, 5, 6, 7]])
+    position = np.array(MODELS["positions"])
     weight = module.key_conv.weight[:, 0].T.detach().numpy()
     want = loops(key, weight, position, before)
     given = key, position, before

@@ -327,10 +327,7 @@ def of_long_row(length, heads, tokens, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("length", "heads", "tokens"),
-    [(65536, 4, 1), (150_000, 1, 1), (150_000, 2, 4), (32768, 8, 4), (16384, 2, 16)],
-)
+@pytest.mark.parametrize(("length", "heads", "tokens"), TABLE["long rows"])
 def test_kernels_do_what_is_emulated(length, heads, tokens):
     """The longest rows need several windows of bits."""
     both = (of_long_row(length, heads, tokens, x) for x in ("cuda", "cpu"))

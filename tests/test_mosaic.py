@@ -44,7 +44,7 @@ def tokens_of(p):
     return [*map(to_jax, p.leaves)]
 
 
-@pytest.mark.parametrize("stages", [(1, 1), (2, 1), (3, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("stages", TABLE["stages"])
 def test_selected_with_other_stages(stages, interpreted, monkeypatch):
     chosen = dict(zip(("key_stages", "value_stages"), stages, strict=True))
     set_limits(monkeypatch, selected_stages=lambda *widths: chosen)
@@ -165,16 +165,15 @@ def test_later_tokens_change_nothing(interpreted, monkeypatch):
         assert (np.asarray(x[:, token + 1 : 48]) != np.asarray(y[:, token + 1 : 48])).any()
 
 
-PROBLEM = {"query": (2, 64, 8, 64), "key": (2, 6400, 2, 64), "indices": (2, 64, 2, 16)}
+CHOICES = table("choice")
 
 
-ROWS = table("choice")["gathered"]
-
-
-@pytest.mark.parametrize(("change", "packed", "limit"), ROWS)
+@pytest.mark.parametrize(("change", "packed", "limit"), CHOICES["gathered"])
 def test_where_tokens_may_leave(change, packed, limit):
     empty = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    arrays = {name: empty(shape) for name, shape in (PROBLEM | change).items()}
+    arrays = {
+        name: empty(shape) for name, shape in (CHOICES["gathered shapes"] | change).items()
+    }
     value, config = arrays["key"], NSAConfig()
     given = arrays["query"], arrays["key"], value, arrays["indices"], config, packed
     assert mosaic_gather.gather_limit(*given) == limit

@@ -30,6 +30,7 @@ from tests import planned, pretend, refusals
 from tests.cross_compile import compile_report
 from tests.devices import BOTH
 from tests.limits import set_limits
+from tests.model_sizes import MODELS
 from tests.planned import MODES, PATHS, interpret
 from tests.problems import SMALL
 from tests.tables import table
@@ -41,7 +42,6 @@ from tests.torch_sizes import Sizes
 T = 90
 TABLE = table("packed")
 BATCHES = TABLE["batches"]
-LAYER = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 10}
 gpu = pytest.mark.gpu
 
 
@@ -185,16 +185,10 @@ def test_kernels_fit_the_chip(layer):
 # Metadata
 
 
-IDS = [
-    [-1] * 9 + [0] * 20 + [-1] * 3 + [1] * 28,
-    [0] * 30 + [1] * 5 + [0] * 25,  # the same id again
-]
-
-
 def of_jax():
     """Ids, then query, key, value, gates."""
     inputs = [x.detach().numpy() for x in leaves(length=60)]
-    return jnp.array(IDS, jnp.int32), [jnp.concatenate([x, -2 * x]) for x in inputs]
+    return jnp.array(TABLE["ids"], jnp.int32), [jnp.concatenate([x, -2 * x]) for x in inputs]
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -217,7 +211,7 @@ def test_metadata_of_jax_is_worked_out_once():
     positions and windows are of one running maximum.
     """
     ids, _ = of_jax()
-    spec = LayerSpec(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, **LAYER)
+    spec = LayerSpec(**MODELS["small layer"])
     layer = nsa_jax.nn.NSAAttention(spec, rngs=nnx.Rngs(0))
     x = jnp.ones((2, 60, 16))
 
@@ -360,7 +354,7 @@ def test_bad_borders(name, monkeypatch):
     """Refused where the host reads them, else counted as those that hold."""
     numbers, message = BAD[name]
     bounds, inputs = borders(numbers), leaves()
-    layer = NSAAttention(16, 4, 2, 8, 8, **LAYER)
+    layer = NSAAttention(**MODELS["small layer"])
     refused = calls(inputs, None, cu_seqlens=bounds)
     refused["layer"] = lambda: layer(torch.zeros(1, T, 16), cu_seqlens=bounds)
     for each in (*refused.values(), lambda: metadata(numbers)):
@@ -414,7 +408,7 @@ def test_what_does_not_belong_together():
 
 
 def test_what_metadata_of_jax_refuses():
-    good = {"segment_ids": np.array(IDS, np.int32), "config": SMALL}
+    good = {"segment_ids": np.array(TABLE["ids"], np.int32), "config": SMALL}
     nsa_jax.varlen_metadata(**good, max_segments=4, max_seqlen=30)
     for row in refusals.rows("metadata of JAX"):
         with row.refused():

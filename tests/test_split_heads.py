@@ -15,11 +15,12 @@ from torch import nn
 
 from bench.judge.parity import assert_parity
 from kernels_pallas.triton.descriptions import Heads
-from nsa_torch import NSAAttention, heads
+from nsa_torch import heads
 from tests import pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, kernel
 from tests.limits import set_limits
 from tests.problems import TABLE
+from tests.test_layers import in_torch
 
 SIZES = [Heads(**row) for row in TABLE["heads"]]
 BASE, SCALE = 100.0, 2.0
@@ -103,13 +104,6 @@ def tolerance(position):
     return 4e-7 * (1 + position.max() / SCALE)
 
 
-def layer(**changes):
-    torch.manual_seed(0)
-    sizes = {"dim": 24, "n_heads": 6, "n_kv_groups": 2, "d_k": 8, "d_v": 4}
-    blocks = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 3, "w": 9}
-    return NSAAttention(**sizes | blocks | changes)
-
-
 def outcome(module, x, run=None):
     """Output and all gradients."""
     x = x.clone().requires_grad_()
@@ -170,7 +164,7 @@ GRADIENTS += [(compiled, with_norms, "head"), (compiled, frozen, "sigmoid")]
 @pytest.mark.parametrize(("run", "change", "gate"), GRADIENTS)
 def test_gradients_of_one_product(run, change, gate, monkeypatch):
     """As those of all products, under what training puts around a layer."""
-    module, x = layer(gate=gate), torch.from_numpy(drawn(2, 40, 24))
+    module, x = in_torch(gate=gate), torch.from_numpy(drawn(2, 40, 24))
     if change:
         change(module)
     products, linear = [], torch.nn.functional.linear
@@ -187,7 +181,7 @@ def test_gradients_of_one_product(run, change, gate, monkeypatch):
     set_limits(monkeypatch, fused_heads_from=80)
     one = run(module, x)
     columns = {"sigmoid": 0, "head": 24}[gate]  # 18, rounded up
-    assert (48 + 3 * 2 * (8 + 4) + columns, 24) in products or run is compiled
+    assert (48 + 3 * 2 * (8 + 6) + columns, 24) in products or run is compiled
     assert {(48, 24), (18, 24)}.isdisjoint(products)
     rtol, atol = (3e-2, 3e-2) if run is under_autocast else (1e-5, 1e-5)
     for a, b in zip(apart, one, strict=True):
@@ -229,7 +223,7 @@ def wrapped(module):
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
 @pytest.mark.parametrize("change", [adapted, biased, hooked, gate_hooked, wrapped])
 def test_a_layer_that_is_more_than_its_product_is_called(change, monkeypatch):
-    module, x = layer(gate="head"), torch.from_numpy(drawn(1, 40, 24))
+    module, x = in_torch(gate="head"), torch.from_numpy(drawn(1, 40, 24))
     plain = module(x)[0]
     change(module)
     wanted = module(x)[0]
@@ -243,17 +237,17 @@ def test_a_layer_that_is_more_than_its_product_is_called(change, monkeypatch):
 def test_a_layer_whose_columns_are_sharded(fused_from, monkeypatch):
     """As tensor parallelism gives a rank some heads of a layer that counts all of them."""
     set_limits(monkeypatch, fused_heads_from=fused_from)
-    module, x = layer(gate="head"), torch.from_numpy(drawn(1, 40, 24))
+    module, x = in_torch(gate="head"), torch.from_numpy(drawn(1, 40, 24))
     wanted = module.W_Q.out_features
     module.W_Q = nn.Linear(24, wanted // 2, bias=False)
-    with pytest.raises(ValueError, match=r"must return 120 columns for 6 .* and 2 .*, got"):
+    with pytest.raises(ValueError, match=r"must return 132 columns for 6 .* and 2 .*, got"):
         module(x)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
 def test_gates_of_invariant_layers_are_rounded_once(monkeypatch):
     set_limits(monkeypatch, fused_heads_from=1)
-    module = layer(gate="head").bfloat16()
+    module = in_torch(gate="head").bfloat16()
     x = torch.from_numpy(drawn(1, 40, 24)).bfloat16()
     wanted = module.gate(x).sigmoid().view(1, 40, -1, 3)
     for module.implementation, equal in ((None, False), ("invariant", True)):
