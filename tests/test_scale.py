@@ -16,21 +16,14 @@ from nsa_core.config import NSAConfig
 from tests.commands import called
 from tests.tables import table
 
-ABOUT = {"framework": "torch", "mode": "fwdbwd", "layout": "zigzag"}
-SIZES = {"S": 1024, "H": 8, "Hkv": 2, "D": 64, "Dv": 32, "dtype": "bfloat16"}
 TABLE = table("bench")
+PROBLEM = TABLE["problem of scaling"]
 COLUMNS = 1024 * 2 * (64 + 32)
 
 
 def row(devices, ms, **fields):
-    found = {
-        "documents": [],
-        "compute_ms": ms,
-        "transport_ms": None,
-        "status": "ok",
-        "imbalance": 1.0,
-    }
-    return ABOUT | SIZES | found | {"devices": devices, "ms": ms} | fields
+    times = {"compute_ms": ms, "devices": devices, "ms": ms}
+    return PROBLEM | TABLE["row of scaling"] | times | fields
 
 
 def test_bytes_of_transport():
@@ -115,7 +108,7 @@ def test_ranks_part_where_one_fails(monkeypatch):
 
 
 def problem(**fields):
-    return Problem(**ABOUT | SIZES | fields, checked=0)
+    return Problem(**PROBLEM | fields, checked=0)
 
 
 @pytest.mark.parametrize("dtype, alone, errors, bad, words", TABLE["errors of several devices"])
