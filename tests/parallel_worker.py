@@ -28,7 +28,8 @@ from tests.spawned import raised
 from tests.tables import table
 
 PROCESSES, TIMEOUT_S = 4, 20
-LAYER = LayerSpec(**table("training")["layers"]["several"])
+SIZES = table("training")["layers"]
+LAYER = LayerSpec(**SIZES["several"])
 TRAINING = spec.Training(steps=6, batch=8, seq_len=40, lr=1e-2, warmup=2)
 CORPUS = 2**14
 STOPPED = 3  # steps of the run that goes on with other ranks

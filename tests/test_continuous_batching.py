@@ -29,9 +29,7 @@ from tests import pretend, refusals
 from tests.devices import BOTH
 from tests.model_sizes import MODELS, SERVED, alone, log_probabilities
 
-SIZES = SERVED | dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-SIZES |= dict(kv="separate", pad_token_id=0)
-GPU = dict(compress_block=32, compress_stride=16, select_block=64, window=64, head_dim=64)
+SIZES, GPU = SERVED | MODELS["in batches"], MODELS["in batches on a GPU"]
 devices = pytest.mark.parametrize("device", BOTH)
 served = pytest.mark.skipif(
     not hasattr(getattr(batches, "FullAttentionCacheAllocator", None), "layer_type"),

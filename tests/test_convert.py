@@ -34,7 +34,7 @@ from tests import refusals
 from tests.model_sizes import MODELS
 
 SIZES = MODELS["dense"]
-NSA = dict(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=24)
+NSA = MODELS["converted to"]
 SET = ["--set", *(f"{name}={value}" for name, value in NSA.items())]
 REACH = 64  # num_selected * select_block
 CASES = {name: AutoConfig.for_model(**SIZES | row) for name, row in MODELS["converted"].items()}
@@ -358,10 +358,8 @@ def test_a_check_that_finds_another_model_writes_nothing(source, tmp_path, capsy
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_on_a_gpu(case, start, dtype, tmp_path):
     """Gates of exactly 0, 1 and 1/2 in the kernels, forward and backward."""
-    sizes = dict(hidden_size=256, head_dim=64, num_attention_heads=8, layer_types=None)
-    sizes |= dict(max_position_embeddings=2048)
     torch.manual_seed(0)
-    config = type(CASES[case])(**CASES[case].to_dict() | sizes)
+    config = type(CASES[case])(**CASES[case].to_dict() | MODELS["converted on a GPU"])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "target", start=start)
     # Loaded, not converted in memory: that would round the rates of the dense model's rotation.

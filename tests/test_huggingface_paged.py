@@ -38,8 +38,6 @@ from tests.test_huggingface import (
 
 gpu = pytest.mark.gpu
 WARMUP = 3  # steps before one is captured
-GPU = dict(vocab_size=64, hidden_size=128, num_hidden_layers=2, head_dim=64, pad_token_id=0)
-GPU |= dict(num_attention_heads=8, num_key_value_heads=2)
 
 
 def paged(made, batch, capacity=128, dtype=None):
@@ -51,7 +49,11 @@ def on(device, kind="nsa", dtype=torch.bfloat16, **changed):
     if device == "cpu":
         return model(kind, **changed)
     torch.manual_seed(0)
-    return NSAForCausalLM(NSAModelConfig(**GPU | changed)).to(device, dtype).eval()
+    return (
+        NSAForCausalLM(NSAModelConfig(**MODELS["pages on a GPU"] | changed))
+        .to(device, dtype)
+        .eval()
+    )
 
 
 def one_layer(device):

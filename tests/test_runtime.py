@@ -22,7 +22,9 @@ from kernels_pallas.specs.work_items import dkv_work_items
 from tests import cross_compile, kept_builders, pretend
 from tests.limits import set_limits
 from tests.runtime_kernels import Broken, Copy, Pair, Paired, broken, copy, ending, paired
+from tests.tables import table
 
+TABLE = table("test_runtime")
 ANY_LENGTH = copy(Copy(2, 128, any_length=True))
 
 
@@ -76,21 +78,7 @@ def test_a_kernel_that_no_other_process_can_describe(spec, source, message):
 SPEC = {"class": "kernels_pallas.specs.combine:Combine", "fields": {}}
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "os:system",
-        "kernels_pallas.runtime.store:Store",
-        "kernels_pallas.specsx:f",
-        "kernels_pallas.specs.tile:dataclasses",
-        "kernels_pallas.specs.tile:Array",
-        "kernels_pallas.specs.tile:Tile.tokens",
-        "kernels_pallas.specs.tile:__import__",
-        "kernels_pallas.specs.tile:ROWS",
-        "kernels_pallas.specs.tile",
-        "kernels_pallas.specs.../x:f",
-    ],
-)
+@pytest.mark.parametrize("place", TABLE["places"])
 def test_a_description_names_what_modules_of_specs_define(place, monkeypatch):
     monkeypatch.setattr("os.system", None)
     words = r"must name an object of kernels_pallas\.specs.*, got"
@@ -145,14 +133,7 @@ def test_a_kept_process_whose_first_kernel_is_refused_builds_the_next(monkeypatc
     assert isinstance(built, building.Built), built
 
 
-@pytest.mark.parametrize(
-    "what, words",
-    [
-        ("compiler", "a C compiler is missing, which is needed to build kernels; install gcc"),
-        ("plugin", "JAX's CUDA plugin is missing, .*; pip install 'native-sparse"),
-        ("ptxas", "ptxas is missing, which is needed to build kernels; pip install"),
-    ],
-)
+@pytest.mark.parametrize("what, words", TABLE["missing"].items())
 def test_what_is_missing_to_build(monkeypatch, what, words):
     if what == "compiler":
         monkeypatch.setattr(shutil, "which", lambda name: None)

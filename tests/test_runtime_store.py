@@ -21,6 +21,9 @@ from tests import pretend
 from tests.cross_compile import ROOT
 from tests.limits import set_limits
 from tests.runtime_samples import built_of, kernel
+from tests.tables import table
+
+TABLE = table("test_runtime")
 
 
 @pytest.fixture
@@ -268,7 +271,7 @@ def test_where_jax_cannot_build_its_version_is_not_compared(store, monkeypatch, 
     assert store.get(kernel(1)).cubin.versions == {"jax": "0.1"}
 
 
-@pytest.mark.parametrize("name", ["../sample", "/tmp/sample", "a/b", "", "a\n"])
+@pytest.mark.parametrize("name", TABLE["names"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(store, builds, name):
     for use in (store.get, lambda x: put(store, x), lambda x: store.fetch([x])):
         with pytest.raises(ValueError, match="a kernel's name must be letters"):
@@ -400,15 +403,8 @@ def test_the_command_builds_lists_and_clears(tmp_path, builds, monkeypatch, caps
     assert "sample could not be built:\n13" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--preset=paper,big"], "--preset must be one of paper, seed, smallgroup, got big"),
-        (["--preset=paper", "--jobs=0"], "--jobs must be at least 1, got 0"),
-        ([], "one of --preset, --list and --clear must be given"),
-    ],
-)
+@pytest.mark.parametrize("arguments, words", TABLE["arguments"])
 def test_flags_that_are_refused(arguments, words, capsys):
     with pytest.raises(SystemExit) as error:
-        command.main(arguments)
+        command.main(arguments.split())
     assert error.value.code == 2 and words in capsys.readouterr().err

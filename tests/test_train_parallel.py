@@ -371,8 +371,7 @@ def test_a_graph_of_micro_batches_of_documents(tmp_path, attention):
     """Bitwise: the same kernels on the same rows, captured or not. Of sizes that Mosaic's kernels
     take: gradients of torch's own paths come by atomics, in no fixed order.
     """
-    sizes = dict(d_k=16, d_v=16, l=32, d=16, l_sel=64, w=64)
-    todo, found = altered(task(attention, "bfloat16", seq_len=200), sizes), []
+    todo, found = altered(task(attention, "bfloat16", seq_len=200), worker.SIZES["kernels"]), []
     for graph in (False, True):
         spread = Parallel(accumulate=2)
         learner, run = learner_of(tmp_path, todo, spread, kind=Documents, graph=graph)
