@@ -17,7 +17,7 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
-from nsa_torch import Branches, NSAConfig
+from nsa_torch import Branches, MLPParams, NSAConfig, PoolParams, RopeMLPParams
 from nsa_torch.cache import crop
 from tests.oracles import fp8, nsa
 from tests.tables import table
@@ -482,6 +482,20 @@ class JaxDense(TorchDense):
             options["compress_params"] = call.params
         out, self.cache = self.attending(query, key, value, gates, self.cache, **options)
         return out
+
+
+def phi(kind, width):
+    """Parameters of a kind of compression, by the names that layers have for it."""
+    rng = np.random.default_rng(width)
+    shapes = ((8, width), (8 * width, 12), (12,), (12, width), (width,))
+    arrays = [np.float32(rng.normal(size=shape) * 0.3) for shape in shapes]
+    rates = np.float32(10.0 ** -np.arange(width // 2))
+    return {
+        "avg": None,
+        "mlp": PoolParams(arrays[0]),
+        "mlp_pe": MLPParams(*arrays),
+        "mlp_rope": RopeMLPParams(*arrays, rates),
+    }[kind]
 
 
 def torch_params(params):

@@ -17,9 +17,7 @@ import nsa_jax
 import nsa_torch
 from nsa_torch import (
     Branches,
-    MLPParams,
     NSAAttention,
-    PoolParams,
     paged_attend,
     plan_runs,
 )
@@ -31,7 +29,17 @@ from nsa_torch.huggingface import (
     NSAPagedModelCache,
 )
 from tests import pretend
-from tests.caches import SMALL, TABLE, Sizes, TorchPages, Turn, bounds, by_separate, check
+from tests.caches import (
+    SMALL,
+    TABLE,
+    Sizes,
+    TorchPages,
+    Turn,
+    bounds,
+    by_separate,
+    check,
+    phi,
+)
 from tests.devices import needs_gpu
 from tests.model_sizes import MODELS
 from tests.model_sizes import SMALLEST as MODEL
@@ -47,15 +55,6 @@ EXPLAIN = {"jax": nsa_jax.paged.explain, "torch": paged_attend.explain}
 
 def layer_of(framework, **changed):
     return {"torch": in_torch, "jax": in_jax}[framework](**changed)
-
-
-PARAMS = {
-    "avg": lambda array: None,
-    "mlp": lambda array: PoolParams(array(np.ones((8, 8), np.float32))),
-    "mlp_pe": lambda array: MLPParams(
-        *(array(np.ones(x, np.float32)) for x in ((8, 8), (64, 2), (2,), (2, 8), (8,)))
-    ),
-}
 
 
 class Used:
@@ -83,7 +82,7 @@ class Used:
 
     def step(self, **said):
         said, end = self.mine | said, self.end + 9
-        params = tuple(PARAMS[kind](self.array) for kind in said["kinds"])
+        params = jax.tree.map(self.array, tuple(phi(kind, 8) for kind in said["kinds"]))
         if self.pages:
             new = [self.ones(9, 1, 8) for _ in "kv"]
             at = self.array(np.arange(4, dtype=np.int32)[None]), self.array(np.int32([end]))

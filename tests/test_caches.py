@@ -12,13 +12,7 @@ import torch
 
 import nsa_jax
 import nsa_torch
-from nsa_torch import (
-    MLPParams,
-    NSAConfig,
-    PoolParams,
-    RopeMLPParams,
-    plan_runs,
-)
+from nsa_torch import NSAConfig, plan_runs
 from tests import pretend
 from tests.caches import (
     DENSE,
@@ -41,6 +35,7 @@ from tests.caches import (
     check,
     close,
     of_counts,
+    phi,
     sized,
     tables,
 )
@@ -66,18 +61,6 @@ def test_pages(path, history, fp8):
     check(PATHS[path](sizes), HISTORIES[history])
     if history == "tokens":
         assert JaxPages.attending._cache_size() - compiled <= 1, "compiled once"
-
-
-def phi(kind, width):
-    rng = np.random.default_rng(width)
-    shapes = ((8, width), (8 * width, 12), (12,), (12, width), (width,))
-    arrays = [np.float32(rng.normal(size=shape) * 0.3) for shape in shapes]
-    rates = np.float32(10.0 ** -np.arange(width // 2))
-    return {
-        "pool": PoolParams(arrays[0]),
-        "mlp": MLPParams(*arrays),
-        "rope": RopeMLPParams(*arrays, rates),
-    }[kind]
 
 
 DENSE_PATHS = {"torch rows": TorchDense, "jax rows": JaxDense}

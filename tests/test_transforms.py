@@ -33,7 +33,7 @@ from nsa_jax import context
 from nsa_jax.jax_ops import compiled_for
 from nsa_torch import NSAConfig, dispatch
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
-from tests import pretend, refusals
+from tests import pretend, refusals, test_layers
 from tests.limits import set_limits
 from tests.model_sizes import SMALLEST
 from tests.problems import SMALL
@@ -111,14 +111,11 @@ def stand_in(monkeypatch, request):
 
 
 def layer(name, phi="mlp", **options):
-    torch.manual_seed(0)
-    sizes = dict(l=8, d=4, l_sel=16, n_sel=4, w=12) | options
-    made = nsa_torch.NSAAttention(32, 4, 2, 8, 8, **sizes, phi=phi, implementation=name)
-    return made.to(**PLACE)
+    return test_layers.in_torch(phi=phi, implementation=name, **options).to(**PLACE)
 
 
 def hidden(length=40, batch=2, gradient=False):
-    x = np.random.default_rng(length).standard_normal((batch, length, 32), np.float32)
+    x = np.random.default_rng(length).standard_normal((batch, length, 24), np.float32)
     return torch.from_numpy(x).to(**PLACE).requires_grad_(gradient)
 
 
@@ -137,7 +134,7 @@ def meta(name):
     on_meta = [x.to("meta").requires_grad_() for x in tensors()]
     found = gradients(attention(name), on_meta, on_meta)
     assert [x.shape for x in found[1:]] == [x.shape for x in on_meta]
-    assert layer(name).to("meta")(hidden().to("meta"))[0].shape == (2, 40, 32)
+    assert layer(name).to("meta")(hidden().to("meta"))[0].shape == (2, 40, 24)
 
 
 def compiled(function, name=None, counter=None, **options):
