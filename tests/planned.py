@@ -45,6 +45,7 @@ def described(
     value_width,
     config,
     packed=False,
+    sequences=SEQUENCES,
     dtype="bfloat16",
 ):
     """Arguments of an operator of all steps, without memory."""
@@ -56,7 +57,7 @@ def described(
         for count in (compressed, length, length)
     ]
     tokens = [tokens[1], tokens[4]] if mode.shared else tokens
-    borders = Array((SEQUENCES + 1,), "int32")
+    borders = Array((sequences + 1,), "int32")
     place = layout(config, length, borders if packed else None)
     return (
         array(length, heads, key_width),

@@ -195,7 +195,7 @@ def test_a_name_is_that_of_kernels_on_pages_where_rows_have_few_queries(framewor
     """A layer has one name, for prompts and for steps: prompts run by it on gathered pages."""
     world, explain = WORLDS[framework], EXPLAIN[framework]
     assert explain(**world.arguments("paged_attention")).implementation == "gathered"
-    for count, starts in ((1, None), (8, None), (9, None), (9, "ints 0 9 18")):
+    for count, starts in REFUSED["queries"]:
         changed = {"query": f"zeros {2 * count}x4x8", "gates": f"zeros {2 * count}x4x3"}
         changed |= {"lengths": "ints 12 9", "cu_seqlens_q": starts}
         given = world.arguments("paged_attention") | world.given(changed)
@@ -236,7 +236,7 @@ def held(cache):
 @pytest.mark.parametrize("options", [{}, {"new_lengths": torch.tensor([33, 20])}], ids=str)
 def test_a_step_that_fails_appends_nothing(options, monkeypatch):
     """As where memory ended; torch writes in place: who catches it may try again."""
-    given = [torch.randn(2, 63, *x) for x in ((6, 8), (2, 8), (2, 5), (6, 3))]
+    given = [torch.randn(2, 63, *x) for x in REFUSED["tokens"]]
 
     def run(part, cache, **options):
         return nsa_torch.cached_attention(*(x[:, part] for x in given), cache, **options)[0]
@@ -372,9 +372,7 @@ def test_forward_mode_derivatives_of_caches_are_refused():
 
 def test_a_full_cache_is_an_error_or_nan():
     """Under jit, too, where its length is known; where it is not, NaN."""
-    arrays = [
-        jnp.ones((2, 63, heads, width)) for heads, width in ((4, 8), (2, 8), (2, 5), (4, 3))
-    ]
+    arrays = [jnp.ones((2, 63, *x)) for x in REFUSED["tokens"]]
     step = functools.partial(nsa_jax.cached_attention, config=SMALL)
     for begin in (0, 40):
         cache = nsa_jax.init_cache(2, 62, 2, 8, 5, config=SMALL)

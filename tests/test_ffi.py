@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
@@ -25,6 +24,7 @@ from tests import pretend
 from tests.limits import set_limits
 from tests.problems import TABLE
 from tests.tables import table
+from tests.test_refusals import WORLDS
 
 CONFIG = NSAConfig(window=64, num_selected=4)
 SIZE = 3
@@ -280,20 +280,17 @@ def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
         nsa_torch.prepare(**given)
 
 
-@pytest.mark.parametrize(
-    ("library", "dtype"), [(nsa_jax, jnp.float16), (nsa_torch, torch.float16)]
-)
-def test_prepare_passes_on_each_option(library, dtype, monkeypatch):
+@pytest.mark.parametrize("framework", WORLDS)
+def test_prepare_passes_on_each_option(framework, monkeypatch):
     pretend.gpu(monkeypatch)
     asked = lambda kernels, *rest: ({*kernels}, *map(str, rest))
     on = {"prepare_jax": asked, "prepare_torch": asked, "jax_capability": (9, 0)}
     pretend.machine(monkeypatch, **on)
     given = {"heads": 4, "kv_heads": 2, "key_width": 32, "config": CONFIG}
-    plain = library.prepare(**given)
-    options = {"value_width": 64, "dtype": dtype, "scale": 0.3, "gradients": False}
-    options |= {"packed": True, "lengths": (512,), "device": 1, "jobs": 3}
-    for name, value in options.items():
-        assert library.prepare(**given | {name: value}) != plain, name
+    prepare = WORLDS[framework].library.prepare
+    plain = prepare(**given)
+    for name, value in WORLDS[framework].given(TABLE["prepared"]).items():
+        assert prepare(**given | {name: value}) != plain, name
 
 
 HEADER = table("test_ffi")

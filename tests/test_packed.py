@@ -18,7 +18,6 @@ from flax import nnx
 import nsa_jax
 import nsa_jax.nn
 import nsa_torch
-from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
 from kernels_pallas.mosaic.operands import REGISTERS
 from nsa_core import debug
@@ -266,14 +265,14 @@ def test_memory_of_many_documents():
     16 tokens on average.
     """
 
-    def bytes_of(sequences, length=4096):
-        array = lambda *shape: Array((1, length, *shape), "bfloat16")
-        numbers = Array((sequences + 1,), "int32")
-        place = planned.layout(NSAConfig(), length, numbers)
-        tensors = array(16, 64), array(2, 64), array(2, 64), *[array(16)] * 3
+    layer = {"heads": 16, "kv_heads": 2, "key_width": 64, "value_width": 64}
+    layer |= {"config": NSAConfig(), "packed": True}
+
+    def bytes_of(sequences):
+        mode = MODES["shared"]
+        given = planned.described(mode, 1, 4096, **layer, sequences=sequences)
         with capability.interpreted(True):
-            function = PATHS["mosaic"].planned(MODES["shared"], "saving")
-            plans = function.plans([*tensors, None, False, *place], None)
+            plans = PATHS["mosaic"].planned(mode, "saving").plans(given, None)
         return sum(x.bytes for plan in plans for x in plan.buffers)
 
     assert bytes_of(256) < 1.25 * bytes_of(8)
