@@ -86,9 +86,9 @@ def pytest_addoption(parser):
 
 
 def may_have(marker, path):
-    """Whether tests of a file may carry the marker: it is named there, or their decorator is."""
+    """Whether tests of a file may carry the marker: it is named there, or a decorator is."""
     text = path.read_text()
-    return f"mark.{marker}" in text or "interpreted_triton" in text
+    return any(x in text for x in (f"mark.{marker}", "interpreted_triton", "on_hopper"))
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -40,7 +40,7 @@ from tests.caches import (
     check,
     phi,
 )
-from tests.devices import needs_gpu
+from tests.devices import on_hopper
 from tests.model_sizes import MODELS
 from tests.model_sizes import SMALLEST as MODEL
 from tests.refusals import given, words
@@ -312,8 +312,7 @@ def test_a_checkpoint_that_computes_anew_appends_to_a_copy():
         out.sum().backward()
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_hopper
 @torch.no_grad()
 def test_a_cache_of_rows_is_no_part_of_a_graph():
     """Whose replays would write to the place that it was captured with."""

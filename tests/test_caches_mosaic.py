@@ -39,7 +39,7 @@ from tests.caches import (
     tables,
     turns,
 )
-from tests.devices import needs_gpu
+from tests.devices import on_hopper
 from tests.limits import forget
 from tests.oracles.clusters import ClusterWarps
 from tests.oracles.warps import GARBAGE
@@ -410,8 +410,7 @@ def test_a_plan_launches_clusters_as_the_plugin_does(tmp_path):
 # On a GPU.
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_hopper
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_on_a_gpu(name, implementation, monkeypatch):
@@ -426,8 +425,7 @@ def test_steps_on_a_gpu(name, implementation, monkeypatch):
     assert all((path.attend(call) == first).all() for _ in range(100))
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_hopper
 @pytest.mark.parametrize("name", APPENDED)
 def test_appended_tokens_on_a_gpu(name):
     appended(name, "cuda")

@@ -27,7 +27,7 @@ from nsa_core.varlen import KeyTiles
 from nsa_torch import Branches, NSAConfig
 from nsa_torch.dispatch import REGISTRY
 from tests import paths, refusals
-from tests.devices import needs_gpu
+from tests.devices import on_hopper
 from tests.jaxprs import equations
 from tests.oracles import fp8 as model
 from tests.oracles import nsa
@@ -257,11 +257,7 @@ def check_branch(case, branch, got, given, indices):
 LARGE = CASE.but(D=128, Dv=128, config=MIDDLE)
 
 
-def gpu(function):
-    return pytest.mark.gpu(needs_gpu(function))
-
-
-@gpu
+@on_hopper
 @torch.no_grad()
 @pytest.mark.parametrize("name", named("gpu fp8: *"))
 def test_gpu_branches_and_blocks(name):
@@ -284,7 +280,7 @@ def test_gpu_branches_and_blocks(name):
     assert torch.equal(run(gates), run(gates, block_indices=indices))
 
 
-@gpu
+@on_hopper
 def test_gpu_log_sum_exp_has_the_mean_of_keys():
     (query, key, value, _), _ = drawn(LARGE.but(D=64, Dv=64))
     found, exact = (
@@ -295,7 +291,7 @@ def test_gpu_log_sum_exp_has_the_mean_of_keys():
     assert (found - exact).abs().max() < 0.5 and (found - exact).abs().mean() < 0.05
 
 
-@gpu
+@on_hopper
 def test_gpu_refuses_gradients():
     given = [x.requires_grad_() for x in drawn(LARGE)[0]]
     with pytest.raises(NotImplementedError, match=f"compute_dtype='{FLOAT8}' has no gradient"):
@@ -305,7 +301,7 @@ def test_gpu_refuses_gradients():
     assert torch.equal(out, nsa_torch.attention(*(x.detach() for x in given), config=MIDDLE))
 
 
-@gpu
+@on_hopper
 @pytest.mark.parametrize("documents", [None, (150, 1, 129)], ids=["rows", "packed"])
 def test_gpu_jax_is_torch(documents):
     """The same kernels, so the same bits."""

@@ -16,7 +16,7 @@ import nsa_jax
 import nsa_torch
 from bench.harness import records
 from tests.caches import Rows, Sizes, TorchPages, Turn, call_of, tables
-from tests.devices import needs_gpu
+from tests.devices import on_hopper
 from tests.problems import SMALL
 
 # What docs/kernels/README.md and docs/serving.md promise of kernels.
@@ -274,8 +274,7 @@ def differences(call, implementation):
     return found
 
 
-@needs_gpu
-@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize(
     ("call", "name"),
     [

@@ -23,7 +23,7 @@ from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_gather
 from nsa_jax.dispatch import REGISTRY
 from tests import pretend, refusals
-from tests.devices import needs_gpu
+from tests.devices import on_hopper
 from tests.jaxprs import equations
 from tests.limits import set_limits
 from tests.paths import of_jax, steps_of_jax, to_jax
@@ -244,11 +244,7 @@ def test_a_wait_that_is_missing_is_a_race(mutant, monkeypatch):
 OF_MIDDLE = CASES["gpu jax forward: 1 heads, 777 tokens"].but(own=False)
 
 
-def gpu(function):
-    return pytest.mark.gpu(needs_gpu(function))
-
-
-@gpu
+@on_hopper
 def test_automatic_choice_takes_the_kernels():
     query, key, value, gates = tokens_of(problem(CASES["gpu jax: paper"].but(own=False)))
     plan = nsa_jax.explain(query, key, value)
@@ -257,7 +253,7 @@ def test_automatic_choice_takes_the_kernels():
     np.testing.assert_array_equal(*(np.asarray(attend(name)) for name in (None, "mosaic")))
 
 
-@gpu
+@on_hopper
 def test_vmap_and_shard_map_change_nothing_on_a_gpu():
     case = OF_MIDDLE.but(B=2, T=300, S=300, H=12)
     arrays = tokens_of(problem(case))
@@ -271,7 +267,7 @@ def test_vmap_and_shard_map_change_nothing_on_a_gpu():
     np.testing.assert_array_equal(np.asarray(mapped)[:, 0], want)
 
 
-@gpu
+@on_hopper
 def test_offsets_above_31_bits():
     """The last of more than 2**31 elements of the query are those of a small problem."""
     length, few = 131072 + 64, 100
@@ -313,7 +309,7 @@ def test_offsets_above_31_bits():
             np.testing.assert_allclose(got, want, atol=4 * 2.0**-8 * abs(want).max())
 
 
-@gpu
+@on_hopper
 @pytest.mark.parametrize("documents", [None, (300, 1, 399)], ids=["", "packed"])
 def test_a_custom_call_gives_the_bits_of_kernels_of_one_length(documents, monkeypatch):
     case = OF_MIDDLE.but(H=12, documents=documents, B=1 if documents else 2)

@@ -17,7 +17,7 @@ from nsa_jax.jax_ops import JaxOps
 from nsa_torch import plans
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import paths, planned, pretend
-from tests.devices import needs_gpu
+from tests.devices import on_hopper
 from tests.limits import forget, set_limits
 from tests.problems import CASES, PAPER, array, problem
 from tests.tables import table
@@ -171,8 +171,7 @@ def test_all_rows_at_once_may_be_too_large():
     assert not mosaic_stored_ds.serves(JaxOps(), base, 16, 64, False)
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_hopper
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
     """Not a bit: of one chunk, and of a chunk for each row of `[B, Hkv]`."""
