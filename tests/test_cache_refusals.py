@@ -17,7 +17,6 @@ import nsa_jax
 import nsa_torch
 from nsa_torch import (
     Branches,
-    NSAAttention,
     paged_attend,
     plan_runs,
 )
@@ -41,7 +40,6 @@ from tests.caches import (
     phi,
 )
 from tests.devices import on_hopper
-from tests.model_sizes import MODELS
 from tests.model_sizes import SMALLEST as MODEL
 from tests.refusals import given, words
 from tests.test_layers import in_jax, in_torch
@@ -49,7 +47,6 @@ from tests.test_refusals import WORLDS
 
 FRAMEWORKS = {"jax": (nsa_jax, jnp.asarray), "torch": (nsa_torch, torch.tensor)}
 by_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
-LAYER = MODELS["layer"]
 EXPLAIN = {"jax": nsa_jax.paged.explain, "torch": paged_attend.explain}
 
 
@@ -266,7 +263,7 @@ def steps_of(kind):
         step = lambda part, cache: model(ids[:, part], past_key_values=cache).logits
         whole = lambda: step(slice(None), None)
         return step, NSAModelCache(model.config), lambda x: x.get_seq_length(), whole
-    layer, x = NSAAttention(**LAYER), torch.randn(1, 40, 24)
+    layer, x = in_torch(), torch.randn(1, 40, 24)
     step = lambda part, cache: layer(x[:, part], cache, prefill=cache.longest == 0)[0]
     whole = lambda: layer(x)[0]
     return step, layer.init_cache(1, 80), lambda x: x.length.tolist()[0], whole
@@ -298,7 +295,7 @@ def test_a_call_appends_to_the_cache_that_it_is_given(kind, mode):
 
 def test_a_checkpoint_that_computes_anew_appends_to_a_copy():
     """A second time to the same cache would be other tokens: an error, in place of gradients."""
-    layer, x = NSAAttention(**LAYER), torch.randn(1, 40, 24)
+    layer, x = in_torch(), torch.randn(1, 40, 24)
     cache, weight = layer.init_cache(1, 40), layer.W_K_cmp.weight
     _, cache = layer(x[:, :25], cache)
     kept = cache.clone()
@@ -316,7 +313,7 @@ def test_a_checkpoint_that_computes_anew_appends_to_a_copy():
 @torch.no_grad()
 def test_a_cache_of_rows_is_no_part_of_a_graph():
     """Whose replays would write to the place that it was captured with."""
-    layer, x = NSAAttention(**LAYER, device="cuda"), torch.randn(1, 40, 24, device="cuda")
+    layer, x = in_torch(device="cuda"), torch.randn(1, 40, 24, device="cuda")
     cache = layer.init_cache(1, 80)
     layer(x, cache)
     graph = torch.cuda.CUDAGraph()
@@ -337,7 +334,7 @@ def test_a_cache_of_rows_is_no_part_of_a_graph():
 @pytest.mark.parametrize("phi", ["mlp", "mlp_rope"])
 def test_a_cache_is_copied_where_phi_alone_learns(phi):
     """Steps after it write over what the backward pass needs, else."""
-    layer = NSAAttention(**LAYER, phi=phi).requires_grad_(False)
+    layer = in_torch(phi=phi).requires_grad_(False)
     learned = [x.requires_grad_() for name, x in layer.named_parameters() if "phi" in name]
     x, cache = torch.randn(1, 40, 24), layer.init_cache(1, 40)
     steps = [layer(x[:, part], cache)[0] for part in (slice(0, 25), slice(25, 40))]

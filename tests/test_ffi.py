@@ -27,6 +27,7 @@ from tests.tables import table
 from tests.test_refusals import WORLDS
 
 CONFIG = NSAConfig(window=64, num_selected=4)
+LAYER = {"heads": 4, "kv_heads": 2, "key_width": 32, "config": CONFIG}
 SIZE = 3
 CALLS: list[xla_call.Call] = []
 
@@ -152,14 +153,7 @@ def test_a_program_names_its_kernels(hopper):
     """Forward and backward lower to custom calls, each with a description from which any process
     makes the same kernel; nothing is compiled for a length."""
     want = kernels.kernels_of(
-        length=96,
-        heads=4,
-        kv_heads=2,
-        key_width=32,
-        value_width=32,
-        dtype="bfloat16",
-        config=CONFIG,
-        gradients=True,
+        **LAYER, length=96, value_width=32, dtype="bfloat16", gradients=True
     )
     assert {kernel_of(text) for _, text in calls_of(program, layer(96))} == set(want)
 
@@ -268,16 +262,15 @@ def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
     wanted = []
     load = lambda kernels, *_: wanted.extend(kernels)
     pretend.machine(monkeypatch, jax_capability=(9, 0), load=load)
-    given = {"heads": 4, "kv_heads": 2, "key_width": 32, "config": CONFIG}
-    count = nsa_jax.prepare(**given, lengths=(512, 640))
+    count = nsa_jax.prepare(**LAYER, lengths=(512, 640))
     assert count == len(wanted) == len(set(wanted)) > 10
     assert all(kernel.any_length for kernel in wanted)
     pretend.machine(monkeypatch, jax_capability=(8, 0))
     with pytest.raises(NotImplementedError, match=r"got \(8, 0\)"):
-        nsa_jax.prepare(**given)
+        nsa_jax.prepare(**LAYER)
     pretend.gpu(monkeypatch, None)
     with pytest.raises(NotImplementedError, match="need a Hopper GPU, but torch finds none"):
-        nsa_torch.prepare(**given)
+        nsa_torch.prepare(**LAYER)
 
 
 @pytest.mark.parametrize("framework", WORLDS)
@@ -286,11 +279,10 @@ def test_prepare_passes_on_each_option(framework, monkeypatch):
     asked = lambda kernels, *rest: ({*kernels}, *map(str, rest))
     on = {"prepare_jax": asked, "prepare_torch": asked, "jax_capability": (9, 0)}
     pretend.machine(monkeypatch, **on)
-    given = {"heads": 4, "kv_heads": 2, "key_width": 32, "config": CONFIG}
     prepare = WORLDS[framework].library.prepare
-    plain = prepare(**given)
+    plain = prepare(**LAYER)
     for name, value in WORLDS[framework].given(TABLE["prepared"]).items():
-        assert prepare(**given | {name: value}) != plain, name
+        assert prepare(**LAYER | {name: value}) != plain, name
 
 
 HEADER = table("test_ffi")

@@ -166,14 +166,8 @@ def test_what_kernels_refuse(row):
 def test_explain_says_it():
     assert PAPER.of_sizes == NSAConfig()
     with capability.interpreted(True):
-        found = str(nsa_jax.explain(*arrays(), config=PAPER)).splitlines()
-    in_8_bits = [f"{x}: mosaic (in {FLOAT8})" for x in ("selected", "sliding")]
-    assert found[:5] == [
-        "compressed: mosaic",
-        "scores: mosaic",
-        *in_8_bits,
-        "attention: mosaic",
-    ]
+        plan = str(nsa_jax.explain(*arrays(), config=PAPER))
+    assert plan.splitlines()[:5] == TABLE["plan in e4m3"].splitlines()
 
 
 # In the interpreter

@@ -104,6 +104,11 @@ def tolerance(position):
     return 4e-7 * (1 + position.max() / SCALE)
 
 
+def one_row():
+    """A layer with gates of each query head, and its input."""
+    return in_torch(gate="head"), torch.from_numpy(drawn(1, 40, 24))
+
+
 def outcome(module, x, run=None):
     """Output and all gradients."""
     x = x.clone().requires_grad_()
@@ -223,7 +228,7 @@ def wrapped(module):
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
 @pytest.mark.parametrize("change", [adapted, biased, hooked, gate_hooked, wrapped])
 def test_a_layer_that_is_more_than_its_product_is_called(change, monkeypatch):
-    module, x = in_torch(gate="head"), torch.from_numpy(drawn(1, 40, 24))
+    module, x = one_row()
     plain = module(x)[0]
     change(module)
     wanted = module(x)[0]
@@ -237,7 +242,7 @@ def test_a_layer_that_is_more_than_its_product_is_called(change, monkeypatch):
 def test_a_layer_whose_columns_are_sharded(fused_from, monkeypatch):
     """As tensor parallelism gives a rank some heads of a layer that counts all of them."""
     set_limits(monkeypatch, fused_heads_from=fused_from)
-    module, x = in_torch(gate="head"), torch.from_numpy(drawn(1, 40, 24))
+    module, x = one_row()
     wanted = module.W_Q.out_features
     module.W_Q = nn.Linear(24, wanted // 2, bias=False)
     with pytest.raises(ValueError, match=r"must return 132 columns for 6 .* and 2 .*, got"):
@@ -247,8 +252,7 @@ def test_a_layer_whose_columns_are_sharded(fused_from, monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
 def test_gates_of_invariant_layers_are_rounded_once(monkeypatch):
     set_limits(monkeypatch, fused_heads_from=1)
-    module = in_torch(gate="head").bfloat16()
-    x = torch.from_numpy(drawn(1, 40, 24)).bfloat16()
+    module, x = (each.bfloat16() for each in one_row())
     wanted = module.gate(x).sigmoid().view(1, 40, -1, 3)
     for module.implementation, equal in ((None, False), ("invariant", True)):
         gates = module.project(x, torch.arange(40)[None])[3]
