@@ -308,7 +308,7 @@ def test_a_tensor_that_cannot_be_read_in_place_is_named():
 def test_torch_needs_the_compiler_of_jax_or_kernels_on_disk(monkeypatch):
     missing = "needs a C compiler and the compiler in JAX's CUDA plugin"
     pretend.gpu(monkeypatch)
-    for compiler, on_disk in ((True, False), (False, False), (False, True)):
+    for compiler, on_disk in itertools.product((True, False), repeat=2):
         pretend.machine(monkeypatch, can_build=compiler, torch_on_disk=on_disk)
         with FakeTensorMode():
             x = torch.empty(1, 20, 4, 16, dtype=torch.bfloat16, device="cuda:63")

@@ -159,12 +159,8 @@ def test_tensors_with_the_negative_bit(name, monkeypatch):
 def test_chunks_give_the_same_bits():
     """A row's sums depend on no other row of its tile. (NumPy's products do.)"""
     config = dataclasses.replace(SMALL, num_selected=3)
-    query, key, value = (
-        draw(1, 30, 2, 16),
-        draw(1, 30, 1, 16, seed=1),
-        draw(1, 30, 1, 16, seed=2),
-    )
-    gates = draw(1, 30, 2, 3, seed=3)
+    shapes = enumerate(((2, 16), (1, 16), (1, 16), (2, 3)))
+    query, key, value, gates = (draw(1, 30, *shape, seed=i) for i, shape in shapes)
 
     def call(first, last):
         tensors = query[:, first:last], key[:, :last], value[:, :last], gates[:, first:last]
