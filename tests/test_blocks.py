@@ -296,15 +296,7 @@ def test_an_attention_that_selects_by_an_indexer():
         np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("function", "name", "count"),
-    [
-        ("block_attention", "long_lists_with_a_tail", 2),  # whose gradients are those of xla
-        ("block_attention", "pages", 2),
-        ("index_blocks", "pages", 2),
-        ("indexer_kl", "kernel_shared", 3 + 3),
-    ],
-)
+@pytest.mark.parametrize(("function", "name", "count"), TABLE["lowered"])
 def test_jax_kernels_are_lowered(function, name, count, monkeypatch):
     """For a GPU that need not be there."""
     on = {"jax_runs_blocks_on": "triton", "jax_runs_lists_on": "triton"}

@@ -39,7 +39,7 @@ from nsa_torch.huggingface import (
     from_safetensors,
     to_safetensors,
 )
-from tests import refusals
+from tests import pretend, refusals
 from tests.model_sizes import CACHE, MODELS
 
 SIZES, KINDS = MODELS["huggingface"], MODELS["kinds"]
@@ -249,18 +249,12 @@ def test_generate(kind, mode):
 
 
 @pytest.mark.parametrize("kind, cache", MODELS["guessed"])
-def test_generate_with_guesses_takes_them_back(kind, cache):
+def test_generate_with_guesses_takes_them_back(kind, cache, monkeypatch):
     """Prompt lookup appends guesses to the cache and crops the wrong ones."""
     made, ids = model(kind), tokens(1, 12).repeat(1, 3)
     generate = functools.partial(made.generate, ids, max_new_tokens=16, **GREEDY)
-    kept, cropped = CACHES[cache](made.config, 1), []
-
-    class Watched(type(kept)):
-        def crop(self, count):
-            cropped.append(count)
-            super().crop(count)
-
-    kept.__class__ = Watched
+    kept = CACHES[cache](made.config, 1)
+    cropped = pretend.calls_of(monkeypatch, type(kept), "crop", lambda _, count: count)
     assert torch.equal(generate(prompt_lookup_num_tokens=4, cache=kept), generate())
     assert min(cropped) < 0
     assert type(kept.get_seq_length()) is int  # transformers counts guesses in a tensor

@@ -216,7 +216,7 @@ def test_the_interpreter_needs_no_gpu():
 def test_registers_that_no_multiprocessor_has_are_refused():
     operands.check_registers(232, 232, 40)
     operands.check_registers(240)
-    for wrong in ((240, 240, 40), (232, 232, 44), (232, 232, 16), (248, 24), (168,) * 4):
+    for wrong in CHOICES["registers"]:
         with pytest.raises(ValueError, match="registers per thread must fit the pool of"):
             operands.check_registers(*wrong)
 
