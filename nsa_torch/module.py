@@ -379,7 +379,7 @@ class NSAAttention(nn.Module):
             gate=gate,
             raw_keys=int(spec.phi == "mlp_rope"),
             convolve=convolve,
-            may_fuse=self.implementation != INVARIANT,
+            may_fuse=INVARIANT not in Branches.each(self.implementation),
         )
         if spec.gate == "selected":
             gates = self.gate(query)
@@ -519,10 +519,11 @@ class NSAAttention(nn.Module):
             convolve = lambda key: self.key_conv(key, position, before(key))
         query, key, value, gates = self.project(x, position, convolve)
         longest = length if varlen is None else varlen.max_seqlen or length
-        if longest < self.dense_below and self.implementation != INVARIANT:
+        names = Branches.each(self.implementation)
+        if longest < self.dense_below and INVARIANT not in names:
             out = self._dense(query, key.selected, value.selected, cu_seqlens)
             return self.out(out.flatten(2)), None
-        if spec.gate == "selected" and not (any(Branches.each(self.implementation)) or ranks):
+        if spec.gate == "selected" and not (any(names) or ranks):
             out = self._selected(query, key, value.selected, cu_seqlens)
             return self.out(out.flatten(2)), None
         key_params, value_params = self.compress_params()

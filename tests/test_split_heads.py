@@ -15,7 +15,7 @@ from torch import nn
 
 from bench.judge.parity import assert_parity
 from kernels_pallas.triton.descriptions import Heads
-from nsa_torch import heads
+from nsa_torch import Branches, heads
 from tests import pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED, kernel
 from tests.limits import set_limits
@@ -254,7 +254,8 @@ def test_gates_of_invariant_layers_are_rounded_once(monkeypatch):
     set_limits(monkeypatch, fused_heads_from=1)
     module, x = (each.bfloat16() for each in one_row())
     wanted = module.gate(x).sigmoid().view(1, 40, -1, 3)
-    for module.implementation, equal in ((None, False), ("invariant", True)):
+    names = (None, False), ("invariant", True), (Branches.each("invariant"), True)
+    for module.implementation, equal in names:
         gates = module.project(x, torch.arange(40)[None])[3]
         assert torch.equal(gates, wanted) == equal
 
