@@ -106,7 +106,11 @@ class NSACache:
 
     def clone(self) -> Self:
         """Return a copy that shares no memory with this cache."""
-        return self.map(Tensor.clone)
+        newest = None if self.newest_keys is None else self.newest_keys.clone()
+        rows = {"length": self.length.clone(), "newest_keys": newest}
+        # A compiled graph must not return views here, since autograd forbids writing to them.
+        pages = self.pages.map(Tensor.clone)
+        return dataclasses.replace(self, pages=pages, page_table=None, **rows)
 
     def reset(self) -> None:
         """Remove all tokens, and the record of how the tokens were computed. Each tensor keeps its

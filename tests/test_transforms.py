@@ -432,6 +432,15 @@ def test_the_model_is_exported_and_compiled():
     equal(*(x[mask > 0] for x in pair))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch warns of what it traces between graphs
+def test_a_call_that_appends_to_a_cache_is_compiled_in_several_graphs():
+    torch.compiler.reset()
+    layer = nsa_torch.NSAAttention(32, 4, 2, 8, 8, config=SMALL)
+    weights, x = [*layer.parameters()], torch.ones(1, 20, 32).cumsum(1).sin()
+    calls = layer, torch.compile(layer, backend="aot_eager")
+    equal(*(gradients(f, (x, layer.init_cache(1, 32)), weights) for f in calls))
+
+
 # Second derivatives: right by `reference` and by JAX's `xla`, refused by all others.
 
 REFUSAL = "only implementation='reference' has second derivatives "
