@@ -79,13 +79,14 @@ def test_what_is_wrong_has_no_time(
 
 
 def test_a_file_that_takes_no_lines_is_refused_before_a_measurement(tmp_path):
-    """Where `--out` is a folder, ends within a line, or would be below a file."""
+    """Where `--out` is a folder, ends within a line, would be below a file, or cannot be made."""
     cut = tmp_path / "cut.jsonl"
     cut.write_text('{"schema": 1')
     for path, said in {
         tmp_path: "must be a regular file or not exist",
         cut: "must end with a complete line",
         cut / "more.jsonl": "cut.jsonl is not a folder",
+        "/proc/rows.jsonl": "No such file or directory",
     }.items():
         own = flags.FlagValues()
         cli.define_lines(own)

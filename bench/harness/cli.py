@@ -13,6 +13,7 @@ while, a line on stderr reports that the command is still running (`heartbeat`).
 import dataclasses
 import functools
 import logging
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -87,6 +88,7 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
             ends = bound if isinstance(bound, tuple) else (bound, None)
             how |= dict(zip(("lower_bound", "upper_bound"), ends, strict=True))
             define_as[kind](name, values, what, **how)
+            flags.register_validator(name, _is_finite, "must be finite", flag_values=own)
         elif kind is tuple and more:
             flags.DEFINE_multi_enum(name, [*values], [*more[0]], what, **how)
         elif kind is tuple:
@@ -96,6 +98,10 @@ def define(own: flags.FlagValues | None = None, /, **known: Any) -> flags.FlagVa
         else:
             define_as[kind](name, values, what, **how)
     return own
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)
 
 
 def define_lines(own: flags.FlagValues) -> flags.FlagHolder[str | None]:
@@ -111,7 +117,7 @@ def _takes_lines(path: str | None) -> bool:
     try:
         if path is not None:
             records.check_appendable(path)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise flags.ValidationError(str(error)) from None
     return True
 

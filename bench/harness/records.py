@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -188,15 +189,18 @@ def check_appendable(path: str | Path) -> None:
 
     Raises:
       ValueError: The path is not a file, its last line is truncated, or its folder is a file.
+      OSError: The file or its folder cannot be written.
     """
     path = Path(path)
     if path.is_file():
-        with path.open("rb") as file:
+        with path.open("r+b") as file:
             _check_end(file, path)
     elif path.exists():
         raise ValueError(f"{path} must be a regular file or not exist")
     elif not (folder := next(x for x in path.absolute().parents if x.exists())).is_dir():
         raise ValueError(f"{path} must be in a folder, but {folder} is not a folder")
+    else:
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def _check_end(file: BinaryIO, path: Path) -> int:
