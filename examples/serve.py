@@ -102,8 +102,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if found.out and not found.out.absolute().parent.is_dir():
         parser.error(f"--out must lie in a folder that is there, got {found.out}")
     try:
-        configuration(found)
-    except ValueError as error:
+        config = configuration(found)
+        if {"nsa", "dense"} & {*found.serve}:
+            continuous_batching_config(config)  # supports transformers 5.19 and newer
+    except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
     return found
 

@@ -73,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     checkpoint = get_last_checkpoint(flags.out) if flags.out.is_dir() else None
     if flags.resume and checkpoint is None:
         parser.error(f"--resume needs a checkpoint in --out, found none in {flags.out}")
+    if flags.resume and (flags.out / "model.safetensors").is_file():
+        parser.error(f"--resume needs a run that has not ended, got {flags.out}")
     used = flags.out.exists() and not (flags.out.is_dir() and not any(flags.out.iterdir()))
     if used and not flags.resume:
         parser.error(f"--out must be a new or an empty folder, got {flags.out}")
@@ -85,15 +87,22 @@ def main(argv: list[str] | None = None) -> int:
     if len(texts) < 16:
         parser.error(f"--texts must give 16 documents, got {len(texts)} of {flags.texts}")
     held_out, gpu = min(len(texts) // 16, 32), torch.cuda.is_available()
+    sizes = dict(
+        hidden_size=flags.hidden, intermediate_size=3 * flags.hidden,
+        num_hidden_layers=flags.layers, num_attention_heads=flags.heads,
+        num_key_value_heads=flags.kv_heads, num_selected=flags.num_selected, window=flags.window,
+    )  # fmt: skip
     try:
-        config = NSAModelConfig(
-            vocab_size=256, hidden_size=flags.hidden, intermediate_size=3 * flags.hidden,
-            num_hidden_layers=flags.layers, num_attention_heads=flags.heads,
-            num_key_value_heads=flags.kv_heads, num_selected=flags.num_selected,
-            window=flags.window,
-        )  # fmt: skip
+        config = NSAModelConfig(vocab_size=256, **sizes)
     except ValueError as error:
         parser.error(str(error))
+    saved = NSAModelConfig.from_pretrained(checkpoint) if checkpoint else config
+    for name, size in sizes.items():
+        if getattr(saved, name) != size:
+            parser.error(
+                f"--resume needs the model in --out: {name} must be "
+                f"{getattr(saved, name)}, got {size}"
+            )
     how = TrainingArguments(
         flags.out, max_steps=flags.steps, learning_rate=flags.lr, warmup_steps=flags.steps // 10,
         per_device_train_batch_size=rows, per_device_eval_batch_size=rows, save_strategy="no",

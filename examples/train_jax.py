@@ -118,6 +118,8 @@ def main(argv: list[str] | None = None) -> int:
     paths = map(Path, sorted(glob.glob(flags.texts, recursive=True)))
     data = [x.read_bytes() for x in paths if x.is_file()]
     tokens = np.frombuffer(b"".join(data), np.uint8).astype(np.int32)
+    if not data:
+        parser.error(f"--texts must name a file, got {flags.texts}")
     if flags.tokens >= len(tokens) // 2:
         limit = f"half of the text's {len(tokens)} bytes"
         parser.error(f"--tokens must be below {limit}, got {flags.tokens}")

@@ -87,11 +87,18 @@ def test_train_learns_and_goes_on_after_ctrl_c(tmp_path, capsys):
     *begun, _ = losses(told.out)
     assert [x.name for x in out.iterdir()] == ["checkpoint-3"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert main([*words, "--out", str(out), "--resume"]) == 0
+    resume = [*words, "--out", str(out), "--resume"]
+    with pytest.raises(SystemExit):
+        main([*resume, "--window", "9"])
+    assert "model in --out: window must be 128, got 9" in capsys.readouterr().err
+    assert main(resume) == 0
     *rest, _, ended = losses(capsys.readouterr().out)
     assert [*begun, *rest] == pytest.approx(steps, abs=1e-2) and len(rest) == 3
     assert ended == pytest.approx(held_out, abs=1e-3)
     assert NSAForCausalLM.from_pretrained(out).config.hidden_size == 32
+    with pytest.raises(SystemExit):
+        main(resume)
+    assert "--resume needs a run that has not ended" in capsys.readouterr().err
 
 
 REFUSED = table("refused_by_examples")
@@ -101,13 +108,16 @@ REFUSED = table("refused_by_examples")
     "script, flags, message",
     [
         *((script, *row) for script in REFUSED for row in REFUSED[script].items()),
-        pytest.param(
-            "policy_gradient",
-            "",
-            "generate_batch of an NSA model supports transformers 5.19",
-            marks=pytest.mark.skipif(
-                not served.args[0], reason="transformers serves the model"
-            ),
+        *(
+            pytest.param(
+                script,
+                "",
+                "generate_batch of an NSA model supports transformers 5.19",
+                marks=pytest.mark.skipif(
+                    not served.args[0], reason="transformers serves the model"
+                ),
+            )
+            for script in ("policy_gradient", "serve")
         ),
     ],
 )
