@@ -5,10 +5,11 @@ slow part, or with `broken` for an installed part that cannot run. The exit stat
 subject is broken.
 """
 
+import argparse
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from packaging.requirements import Requirement
@@ -133,7 +134,8 @@ def compilers() -> Finding:
     return "compiler", "ok", "kernels of any layer can be built"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args(argv)
     python = "python", "ok", f"{sys.version.split()[0]} in {sys.prefix}"
     # The checks, in the order in which a user needs them.
     found = [python, *packages(), gpu(), *cuda(), kernels(), folder(), compilers()]

@@ -37,11 +37,13 @@ def device(monkeypatch):
 
 
 def test_this_installation(capsys):
-    status = doctor.main()
+    status = doctor.main([])
     lines = capsys.readouterr().out.splitlines()
     whats = [line.split()[1] for line in lines]
     assert whats[:3] == ["python", "torch", "jax"] and {"gpu", "kernels", "folder"} <= {*whats}
     assert status == any(line.startswith("broken") for line in lines)
+    with pytest.raises(SystemExit, match="2"):
+        doctor.main(["--all"])
 
 
 def test_a_torch_without_cuda(monkeypatch):
