@@ -87,7 +87,12 @@ def test_a_layer_explains_and_packs():
 
 INPUTS = {of_torch: torch.ones(1, 8, 32), of_jax: jnp.ones((1, 8, 32))}
 INVARIANT = Branches.each("invariant")
-NAMED = [(of_torch, "mosaic"), (of_jax, "mosaic"), (of_torch, "invariant"), (of_torch, INVARIANT)]
+NAMED = [
+    (of_torch, "mosaic"),
+    (of_jax, "mosaic"),
+    (of_torch, "invariant"),
+    (of_torch, INVARIANT),
+]
 
 
 @pytest.mark.parametrize(("make", "name"), NAMED)
