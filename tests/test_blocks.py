@@ -281,8 +281,7 @@ def layer(nsa, query, key, index_query, index_key):
 
 def test_an_attention_that_selects_by_an_indexer():
     """The same in both frameworks, and under torch.compile, in one graph."""
-    shapes = (1, 90, 4, 16), (1, 90, 2, 16), (1, 90, 2, 16), (1, 90, 16)
-    leaves = [x.requires_grad_() for x in drawn(*shapes)]
+    leaves = [x.requires_grad_() for x in drawn(*TABLE["selecting"])]
     whole = functools.partial(layer, nsa_torch)
     check_compiled(whole, leaves, rtol=1e-5, atol=1e-5)
     want = whole(*leaves)
