@@ -170,7 +170,7 @@ def test_a_table_without_rows_has_its_columns(tmp_path):
 KERNELS = {"late": late, "broken": broken, "right": WHOLE}
 
 
-@pytest.mark.parametrize("row", TABLE["kernels of the selection"], ids=str)
+@pytest.mark.parametrize("row", TABLE["kernels of the selection"], ids=lambda row: row["ends"])
 def test_a_kernel_that_is_wrong_or_beside_itself_has_no_speed_up(
     row, tmp_path, capsys, monkeypatch
 ):
