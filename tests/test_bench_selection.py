@@ -171,7 +171,7 @@ KERNELS = {"late": late, "broken": broken, "right": WHOLE}
 
 
 @pytest.mark.parametrize("row", TABLE["kernels of the selection"], ids=lambda row: row["ends"])
-def test_a_kernel_that_is_wrong_or_beside_itself_has_no_speed_up(
+def test_a_kernel_that_is_wrong_or_compared_with_itself_has_no_speed_up(
     row, tmp_path, capsys, monkeypatch
 ):
     functions = {name: KERNELS[x] for name, x in row["kernels"].items()}
