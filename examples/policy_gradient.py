@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--invariant", action="store_true")
     flags = parser.parse_args(argv)
     for name in FLAGS:
-        if getattr(flags, name) < (least := LEAST.get(name, 1)):
+        if not getattr(flags, name) >= (least := LEAST.get(name, 1)):
             parser.error(f"--{name} must be at least {least}, got {getattr(flags, name)}")
     torch.manual_seed(flags.seed)  # of weights, prompts and answers
     device, rewards = "cuda" if torch.cuda.is_available() else "cpu", []

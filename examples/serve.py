@@ -103,7 +103,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--out must lie in a folder that is there, got {found.out}")
     try:
         config = configuration(found)
-        if {"nsa", "dense"} & {*found.serve}:
+        if by_manager in map(SERVED.get, found.serve):
             continuous_batching_config(config)  # supports transformers 5.19 and newer
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
