@@ -76,8 +76,8 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise ValueError(f"tensor must be a plain torch.Tensor, got {type(tensor).__name__}")
     dtype = str(tensor.dtype).removeprefix("torch.")
-    kept = jax.dtypes.canonicalize_dtype(dtype).name
-    if kept != dtype:
+    kept = jax.dtypes.canonicalize_dtype(dtype)
+    if kept.name != dtype:
         raise ValueError(
             f"tensor must have a dtype that JAX does not convert, got {dtype}, which becomes "
             f"{kept}; pass tensor.to(torch.{kept}), or enable 64-bit types with "
@@ -89,7 +89,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         raise ValueError("tensor must not require a gradient; pass tensor.detach()")
     tensor = tensor.contiguous().resolve_neg()  # JAX knows of no negative bit
     if tensor.is_cpu:
-        return _share_host_memory(tensor, jax.dtypes.canonicalize_dtype(dtype))
+        return _share_host_memory(tensor, kept)
     if not tensor.is_cuda:
         return jax.dlpack.from_dlpack(tensor)
     if torch.cuda.is_current_stream_capturing():

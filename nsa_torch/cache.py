@@ -100,16 +100,18 @@ class NSACache:
         pages = self.pages.map(
             lambda x: function(x.unflatten(0, self.page_table.shape)).flatten(0, 1)
         )
-        newest = None if self.newest_keys is None else function(self.newest_keys)
-        rows = {"length": function(self.length), "newest_keys": newest}
-        return dataclasses.replace(self, pages=pages, page_table=None, **rows)
+        return self._with(pages, function)
 
     def clone(self) -> Self:
         """Return a copy that shares no memory with this cache."""
-        newest = None if self.newest_keys is None else self.newest_keys.clone()
-        rows = {"length": self.length.clone(), "newest_keys": newest}
-        # A compiled graph must not return views here, since autograd forbids writing to them.
-        pages = self.pages.map(Tensor.clone)
+        # `map` would return views of the copies. Autograd forbids writing to a view that a compiled
+        # graph returned.
+        return self._with(self.pages.map(Tensor.clone), Tensor.clone)
+
+    def _with(self, pages: PagedCache, function: Callable[[Tensor], Tensor]) -> Self:
+        """Return a cache with `pages`, and with `function` applied to all other tensors."""
+        newest = None if self.newest_keys is None else function(self.newest_keys)
+        rows = {"length": function(self.length), "newest_keys": newest}
         return dataclasses.replace(self, pages=pages, page_table=None, **rows)
 
     def reset(self) -> None:

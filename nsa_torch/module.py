@@ -34,6 +34,9 @@ from nsa_torch.key_convolution import KeyConvolution, newest_keys
 from nsa_torch.plain import as_given, product_dtype
 from nsa_torch.varlen import VarlenMetadata, borders_of, varlen_metadata
 
+# the name for all branches, and the name of each branch
+INVARIANT_NAMES = INVARIANT, Branches.each(INVARIANT)
+
 
 class MLP(nn.Module):
     """The compressor `phi` of the paper, an MLP over a window of tokens. `nsa_jax.MLPParams` is
@@ -379,7 +382,7 @@ class NSAAttention(nn.Module):
             gate=gate,
             raw_keys=int(spec.phi == "mlp_rope"),
             convolve=convolve,
-            may_fuse=INVARIANT not in Branches.each(self.implementation),
+            may_fuse=self.implementation not in INVARIANT_NAMES,
         )
         if spec.gate == "selected":
             gates = self.gate(query)
@@ -519,11 +522,10 @@ class NSAAttention(nn.Module):
             convolve = lambda key: self.key_conv(key, position, before(key))
         query, key, value, gates = self.project(x, position, convolve)
         longest = length if varlen is None else varlen.max_seqlen or length
-        names = Branches.each(self.implementation)
-        if longest < self.dense_below and INVARIANT not in names:
+        if longest < self.dense_below and INVARIANT not in Branches.each(self.implementation):
             out = self._dense(query, key.selected, value.selected, cu_seqlens)
             return self.out(out.flatten(2)), None
-        if spec.gate == "selected" and not (any(names) or ranks):
+        if spec.gate == "selected" and not (any(Branches.each(self.implementation)) or ranks):
             out = self._selected(query, key, value.selected, cu_seqlens)
             return self.out(out.flatten(2)), None
         key_params, value_params = self.compress_params()
