@@ -22,6 +22,13 @@ These implementations are compared:
 - `flash_msa`: flash-msa's kernels, which select the blocks themselves from an indexer's queries and
   key. The time of `flash_msa` includes the selection, and the results of `flash_msa` are not
   compared.
+- `flashinfer`: FlashInfer's paged decode kernel, forward only. Every pair of a query and a
+  key/value head is a request, and the pages of the request are its blocks. The time of `flashinfer`
+  excludes filling pages and planning.
+- `flashinfer_fp8`: FlashInfer's kernels for this model, forward only. On Hopper the kernels read
+  only keys and values in fp8. The time excludes rounding to fp8 and filling pages, but the errors
+  include the rounding. The number of queries determines the kernel, so that the compared kernel can
+  differ from the timed kernel.
 - `plain`: the functions of this library without kernels.
 
 These modes are measured:
@@ -76,6 +83,7 @@ from .harness import (
     cli,
     command,
     exit_status,
+    flashinfer_peer,
     flex_blocks,
     heartbeat,
     runners,
@@ -86,6 +94,7 @@ from .judge import parity
 
 OURS = "nsa_torch", "nsa_blocks"
 PEERS = tuple(block_peers.MODULES)
+FORWARD_ONLY = "vllm", *flashinfer_peer.LISTED
 WHOLE = *OURS, "sdpa", "eager", "flex", *PEERS
 IMPLEMENTATIONS = *OURS, "plain", *WHOLE[2:]
 HIDDEN, LISTS_APART, ROUNDINGS = 256, 0.02, 2
@@ -223,6 +232,9 @@ def attention(name: str, query: Tensor, key: Tensor, value: Tensor, indices: Ten
     if name == "vllm":
         pages = block_peers.pages_of(key, value, indices)
         return lambda query, *_: block_peers.on_vllm(query, pages)
+    if name in flashinfer_peer.LISTED:
+        attend = flashinfer_peer.LISTED[name](key, value, indices, query.shape[1])
+        return lambda query, *_: attend(query)
     if name == "flash_msa":
         index = [torch.randn_like(key), torch.randn_like(key[:, :1])]
         return lambda q, k, v: block_peers.on_flash_msa(q, k, v, index, FLAGS.n_sel)
@@ -298,7 +310,9 @@ class Mode:
                 continue
             try:
                 results = self.checked(name)
-            except ValueError:  # the row of this implementation has the reason
+            except Exception as error:  # the row of this implementation has the reason
+                if name not in PEERS and not isinstance(error, ValueError):
+                    raise
                 continue
             errors, parts = {}, []
             for of, x, y, z in zip(self.results, results, exact, beside, strict=False):
@@ -357,7 +371,7 @@ class Attention(Mode):
 class Gradients(Attention):
     """Computes the output, and the gradients with the output as cotangent."""
 
-    names, gradients = tuple(x for x in WHOLE if x != "vllm"), True
+    names, gradients = tuple(x for x in WHOLE if x not in FORWARD_ONLY), True
     results = "out", "query", "key", "value"
 
 

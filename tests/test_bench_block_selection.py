@@ -22,7 +22,7 @@ def run(path, *arguments):
 def test_rows(tmp_path, monkeypatch):
     monkeypatch.setitem(block_selection.QSA, "num_selected", 8)
     status, rows = run(tmp_path / "rows.jsonl", "--checked=20 --dtype=float32")
-    assert status == exit_status.OK and len(rows) == 46
+    assert status == exit_status.OK and len(rows) == 50
     assert {(x["S"], x["mode"], x["implementation"]) for x in rows} == {
         (length, mode, name)
         for length in (48, 64)
@@ -31,7 +31,7 @@ def test_rows(tmp_path, monkeypatch):
         if name in block_selection.MODES[mode].names
     }
     for row in rows:
-        if row["implementation"] in ("flex", "vllm", "flash_msa"):  # on a CPU
+        if row["implementation"] in ("flex", *block_peers.MODULES):  # on a CPU
             assert row["status"] == "unsupported" and "GPU" in row["reason"]
             continue
         assert row["status"] == "ok" and row["ms"] > 0

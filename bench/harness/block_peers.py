@@ -1,6 +1,6 @@
 """Kernels of vLLM and flash-msa for attention to selected blocks of 128 keys, for
-`bench.block_selection`. A library is measured if it can be imported. The kernels of the measured
-libraries need a GPU.
+`bench.block_selection`. The kernels of FlashInfer are in `flashinfer_peer`. A library is measured
+if it can be imported. The kernels of the measured libraries need a GPU.
 """
 
 import importlib
@@ -14,6 +14,8 @@ from .records import Values
 MODULES = {  # by the bench's name
     "vllm": "vllm.models.minimax_m3.common.ops.sparse_attn",
     "flash_msa": "flash_msa",
+    "flashinfer": "flashinfer",
+    "flashinfer_fp8": "flashinfer.msa_ops",
 }
 PAGE = 128
 
@@ -34,18 +36,12 @@ def why_not(name: str, device: str) -> str | None:
 
 
 def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> Values:
-    """Return the arguments of vLLM's kernel, with one page per block.
-
-    Args:
-      key: `[B, Hkv, S, D]`.
-      value: `[B, Hkv, S, D]`.
-      indices: int64 `[B, Hkv, Sq, n]`, -1 in empty slots.
+    """Return `stored`, with the checks of vLLM's kernel.
 
     Raises:
       ValueError: The kernel does not support these sizes or lists.
     """
-    batch, kv_heads, length, width = key.shape
-    queries = indices.shape[2]
+    length, queries = key.shape[2], indices.shape[2]
     full = (indices >= 0).long().cummin(-1).values.sum(-1)
     last = torch.arange(length - queries, length, device=key.device)
     if length % PAGE or not (full == (last // PAGE + 1).clamp(max=indices.shape[-1])).all():
@@ -53,6 +49,19 @@ def pages_of(key: Tensor, value: Tensor, indices: Tensor) -> Values:
             f"vllm supports only lengths that are a multiple of {PAGE} tokens, and only queries "
             f"that select min(n, visible blocks) blocks of {PAGE} tokens"
         )
+    return stored(key, value, indices)
+
+
+def stored(key: Tensor, value: Tensor, indices: Tensor) -> Values:
+    """Return the arguments of vLLM's kernel, with one page per block.
+
+    Args:
+      key: `[B, Hkv, S, D]`.
+      value: `[B, Hkv, S, D]`.
+      indices: int64 `[B, Hkv, Sq, n]`, -1 in empty slots.
+    """
+    batch, kv_heads, length, width = key.shape
+    queries = indices.shape[2]
     both = torch.cat([key, value], -1).detach().unflatten(2, (-1, PAGE)).transpose(1, 2)
     numbers = lambda x: torch.full((batch,), x, dtype=torch.int32, device=key.device)
     pages = torch.arange(batch * length // PAGE, dtype=torch.int32, device=key.device)
