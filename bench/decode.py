@@ -21,7 +21,8 @@ token means draft tokens that are verified. Columns:
 - `ms_sel`: only the scores, the selection and the attention to the selected blocks. `ms_scores`
   excludes the attention.
 - `ms_win`: only the sliding branch.
-- `ms_dense_*`: dense attention to the whole cache.
+- `ms_dense_*`: dense attention to the whole cache. `ms_dense_flashinfer` is measured in torch on a
+  GPU for one new token, if FlashInfer is installed. Its time excludes filling pages and planning.
 - `graph`: whether a CUDA graph replayed the step (torch on CUDA, if the step can be captured).
 - `ms_host`: host time of consecutive eager steps without the graph. `ms_paged_host` is the host
   time of steps on the paged cache.
@@ -61,6 +62,7 @@ from .harness import (
     cost,
     decode_steps,
     exit_status,
+    flashinfer_peer,
     problems,
     timing,
     turns,
@@ -176,6 +178,9 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
 
     def dense_step(name: str):
         arguments = runner.load(inputs.arguments("dense"))
+        if name == flashinfer_peer.NAME:
+            attend = flashinfer_peer.cached(**arguments)
+            return runner.prepare(lambda x: {"out": attend(x["query"])}, arguments), checker
         return runner.prepare(lambda given: runner.dense(name, **given), arguments), checker
 
     def time(branch: str, step, **how: Any) -> Values:
@@ -209,7 +214,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         judge("paged", "all", refused, paged_step)
     # torch's flash kernel for CPUs computes exponentials with 20 bits, which is wrong in float32.
     on_cpu = (runner.framework, gpu) == ("torch", False)
-    for name in ("math",) if on_cpu else runner.dense_names:
+    names = *runner.dense_names, *flashinfer_peer.dense_names(runner, FLAGS.q_len)
+    for name in ("math",) if on_cpu else names:
         judge(f"dense_{name}", "dense", {}, dense_step, name)
 
     def row(**how: Any) -> Values:
