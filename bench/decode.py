@@ -214,8 +214,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         judge("paged", "all", refused, paged_step)
     # torch's flash kernel for CPUs computes exponentials with 20 bits, which is wrong in float32.
     on_cpu = (runner.framework, gpu) == ("torch", False)
-    names = *runner.dense_names, *flashinfer_peer.dense_names(runner, FLAGS.q_len)
-    for name in ("math",) if on_cpu else names:
+    names = ("math",) if on_cpu else runner.dense_names
+    for name in (*names, *flashinfer_peer.dense_names(runner, FLAGS.q_len)):
         judge(f"dense_{name}", "dense", {}, dense_step, name)
 
     def row(**how: Any) -> Values:

@@ -6,8 +6,10 @@ import types
 import pytest
 import torch
 
-from bench import block_selection
+from bench import block_selection, decode
 from bench.harness import block_peers, flashinfer_peer
+from tests.commands import SIZES as SIZES_OF_RUNS
+from tests.commands import run
 
 SIZES = 2, 2, 384, 128, 3  # sequences, key/value heads, tokens, tokens of a block, blocks
 
@@ -112,6 +114,14 @@ def test_attention_to_a_cache(length, installed):
     torch.testing.assert_close(out, torch.stack(expected))
     with pytest.raises(NotImplementedError, match="D = Dv, got D=16, Dv=8"):
         flashinfer_peer.cached(query[:, -1:], key, value[..., :8])
+
+
+def test_a_row_of_decoding(installed, monkeypatch, tmp_path):
+    monkeypatch.setattr(flashinfer_peer, "dense_names", lambda *_: ("flashinfer",))
+    words = "--B=2 --S_list=61 --warmup=1 --input=random --dtype=f32 --framework=torch"
+    status, found, (row,) = run(decode, tmp_path, SIZES_OF_RUNS, words, "--dv=16 --dk=16")
+    assert status == 0 and float(row["ms_dense_flashinfer"]) > 0
+    assert [r.status for r in found if r.implementation == "flashinfer"] == ["ok"]
 
 
 @pytest.mark.parametrize(
