@@ -114,10 +114,19 @@ def test_runs_at_a_time_take_the_gpus_in_turn(monkeypatch):
     assert experiments.gpus() == [""]
 
 
+def test_two_runs_at_a_time(command, tmp_path, monkeypatch, capsys):
+    """In processes of their own, which parse no flags and have the models of the file."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert command("--seeds=1", "--jobs=2", "--keep_weights") == 0, capsys.readouterr().out
+    kinds = itertools.product(("dense-1", "sigmoid-1"), (".jsonl", ".safetensors"))
+    found = [x.name for x in (tmp_path / "runs/tiny").iterdir()]
+    assert sorted(found) == [*map("".join, kinds)]
+
+
 def job(setting, variant, seed=0):
     path = experiments.Path("x")
     return experiments.Job(
-        experiments.SETTINGS[setting], variant, seed, "", path, None, True, 0.0
+        experiments.SETTINGS[setting], variant, seed, "", path, None, True, False, 0.0
     )
 
 

@@ -133,6 +133,7 @@ class Job:
     path: Path
     commit: str | None
     timed: bool
+    keep_weights: bool
     deadline: float  # a time of `time.monotonic`, the same for all processes
 
     @property
@@ -208,7 +209,7 @@ def run(job: Job) -> tuple[Job, str, float]:
                 rows,
                 path,
                 Path(folder),
-                save_every=job.setting.steps if FLAGS.keep_weights else None,
+                save_every=job.setting.steps if job.keep_weights else None,
                 commit=job.commit,
                 watched=watch.Settings(csv=False, every=max(1, job.setting.steps // 4)),
                 evaluate_every=max(1, math.ceil(job.setting.steps / EVALUATIONS)),
@@ -302,7 +303,8 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
         end = math.inf if FLAGS.limit is None else began + FLAGS.limit
         for seed, variant in itertools.product(map(int, named), wanted):
             path = Path(FLAGS.out) / at.setting / f"{variant}-{seed}.jsonl"
-            job = Job(setting, variant, seed, text, path, FLAGS.commit, FLAGS.jobs == 1, end)
+            how = FLAGS.commit, FLAGS.jobs == 1, FLAGS.keep_weights, end
+            job = Job(setting, variant, seed, text, path, *how)
             task(job, 256, "float32")
             found[path] = job
     return [job for path, job in found.items() if not path.exists()]
