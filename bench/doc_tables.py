@@ -288,9 +288,11 @@ def parity(found: Sequence[Record] | None = None) -> str:
 
 @functools.cache
 def _quality_groups() -> list[quality.Group]:
-    """Return the kinds of attention with their results over seeds."""
-    paths = sorted(DEVICE.parent.glob("*/quality/**/*.jsonl"), key=lambda path: path.name)
-    return quality.groups({str(path): train_log.read(path) for path in paths})
+    """Return the kinds of attention with their results over seeds, setting by setting."""
+    settings: dict[str, dict[str, list[train_log.Line]]] = {}
+    for path in sorted(DEVICE.parent.glob("*/quality/*/*.jsonl"), key=lambda path: path.name):
+        settings.setdefault(path.parent.name, {})[str(path)] = train_log.read(path)
+    return [group for found in settings.values() for group in quality.groups(found)]
 
 
 def quality_table(part: str, steps: str = "") -> str:

@@ -133,7 +133,7 @@ def job(setting, variant, seed=0):
 def test_experiments_can_be_run():
     """Every run has a model, and sees each row once, a long one twice."""
     large = 265 / 42  # a corpus of 265 million tokens
-    times = {"52m_8k_long": 2}
+    times = {"52m_8k_long": 2, "52m_8k_changes": 2}
     times |= dict.fromkeys(("52m_2k_once", "52m_8k_once", "52m_8k_tasks", "125m_8k"), large)
     for name, at in experiments.EXPERIMENTS.items():
         assert at.runs[0] == "dense" and set(at.runs) <= experiments.VARIANTS.keys(), name
