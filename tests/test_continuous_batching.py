@@ -5,6 +5,7 @@ import functools
 import itertools
 import re
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving import model_manager
 from transformers.cli.serving.utils import CBGenerateManager
 from transformers.generation.continuous_batching import cache as batches
-from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching import continuous_api, model_runner
 
 from examples.policy_gradient import padded_products
 from nsa_torch import Branches, PagedCache
@@ -198,6 +199,42 @@ def test_prefixes_are_shared_and_forks_copied(changes, monkeypatch):
     generated(lm, [prompt], num_return_sequences=2, do_sample=True, top_k=1)
     assert copied and len(found) == 2
     assert all(x.generated_tokens == alone(lm, prompt, TOKENS) for x in found.values())
+
+
+@served
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_without_tokens(padded, monkeypatch):
+    """A request that is to fork keeps its last token back, so that a step may have rows and no
+    token: of prompts of one token, and where a step is planned before the forks of the last step
+    are made, as on a GPU. There steps are padded to 64 tokens, and the manager passes at most as
+    many rows.
+    """
+    lm, (text,), late, queued = model(), prompts((40,))[:1], iter([True]), []
+    processor = continuous_api.ContinuousBatchProcessor
+    update, prepare = processor.update_batch, processor.prepare_next_batch
+
+    def preparing(self):
+        while queued and self.input_queue.qsize() < queued[0]:  # all begin in one step
+            time.sleep(0.001)
+        queued.clear()
+        return prepare(self)
+
+    monkeypatch.setattr(processor, "prepare_next_batch", preparing)
+    monkeypatch.setattr(
+        processor, "update_batch", lambda self: next(late, False) or update(self)
+    )
+    if padded:
+        always = property(lambda _: True, lambda *_: None)
+        monkeypatch.setattr(model_runner.ModelRunner, "pad_inputs", always, raising=False)
+    given = {"num_return_sequences": 2, "do_sample": True, "top_k": 0}
+    # the manager sorts prompts, the largest token first
+    for texts in ([text], [[96]], [[96]] * 70 + [text]):
+        queued.append(len(texts))
+        found = generated(lm, texts, batch=128, blocks=400, **given)
+        assert [x.prompt_ids for x in found] == [x for x in texts for _ in range(2)]
+        for each in found:
+            want = log_probabilities(lm, each.prompt_ids, each.generated_tokens)
+            torch.testing.assert_close(torch.tensor(each.logprobs), want, rtol=0, atol=2e-5)
 
 
 @served

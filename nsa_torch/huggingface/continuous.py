@@ -320,6 +320,12 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
         theirs = 2 * config.num_hidden_layers * config.select_block * model.dtype.itemsize
         theirs *= config.num_key_value_heads * config.head_dim
         made.num_blocks = -(-given.num_blocks * ours // theirs)
+    if manager.num_return_sequences > 1:
+        # A request that is to fork may have a row without tokens. In a padded step the manager
+        # passes at most one row per token, and would cut off rows with tokens.
+        made.q_padding_interval_size = max(
+            made.q_padding_interval_size, made.max_requests_per_batch
+        )
     manager.batch_processor = manager._create_batch_processor()
     add = manager.add_request
 
@@ -334,7 +340,8 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
 
 class ContinuousBatch:
     """One step of continuous batching of a model with NSA. Some rows of the step prefill and
-    others decode.
+    others decode. A request that is to fork keeps its last token for the step after the fork. Until
+    then its row may have no token, so that whole steps may have no token.
 
     Args:
       config: The configuration of the model.
@@ -376,10 +383,13 @@ class ContinuousBatch:
             self.page_table, self.lengths = block_table[0], starts_k.diff()
             return
         starts, before = torch.stack([cu_seq_lens_q, starts_k]).tolist()
-        rows = 1 + max(i for i, (a, b) in enumerate(itertools.pairwise(starts)) if a < b)
+        pairs = enumerate(itertools.pairwise(starts), start=1)
+        rows = max((i for i, (a, b) in pairs if a < b), default=0)
         starts = starts[: rows + 1]
         lengths = [b - a for a, b in itertools.pairwise(before[: rows + 1])]
         self.x, self.position = x[:, : starts[-1]], position[:, : starts[-1]]
+        if not rows:
+            return
         self.starts, self.lengths = cu_seq_lens_q[: rows + 1], starts_k[: rows + 1].diff()
         self.runs, self.parts = plan_runs(starts, lengths, self.page), []
         for run in self.runs:

@@ -308,13 +308,13 @@ class NSAModel(NSAPreTrainedModel):
             x = self.embed_tokens(input_ids)
         elif x is None or input_ids is not None:
             raise ValueError("input_ids or inputs_embeds must be given, got both or neither")
+        call = {"cu_seq_lens_q": cu_seq_lens_q, **kwargs}
+        if "read_index" in call:
+            return self._continuous(x, attention_mask, position_ids, cache=cache, **call)
         if not x.shape[0] * x.shape[1]:
             raise ValueError(
                 f"input_ids must have at least one row and one column, got {tuple(x.shape[:2])}"
             )
-        call = {"cu_seq_lens_q": cu_seq_lens_q, **kwargs}
-        if "read_index" in call:
-            return self._continuous(x, attention_mask, position_ids, cache=cache, **call)
         check_keywords(call)
         if cache is not None and not isinstance(cache, NSAModelCache):
             raise ValueError(f"cache must be an NSAModelCache, got {type(cache).__name__}")
@@ -354,6 +354,9 @@ class NSAModel(NSAPreTrainedModel):
         else:
             batch = DenseBatch(x, position, mask, **paged)
         x = batch.x
+        if not x.shape[1]:
+            # of a step without tokens the manager reads column 0, and ignores what it reads
+            return BaseModelOutputWithPast(last_hidden_state=x.new_zeros(1, 1, x.shape[2]))
         for layer in self.layers:
             x = layer(x, batch)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
