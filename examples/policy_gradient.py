@@ -36,6 +36,7 @@ above the reward before the first update. The script needs the extra `hf` and tr
 import argparse
 import copy
 import sys
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -95,8 +96,11 @@ def padded_products(rows: int = 64) -> torch.library.Library:
         return torch.addmm(bias, more, right, **how, out=out)[: len(left)]
 
     library = torch.library.Library("aten", "IMPL")
-    for product in (mm, addmm):
-        library.impl(product.__name__, product, "CUDA")
+    with warnings.catch_warnings():
+        replaced = r"(?s).*Overriding a previously registered kernel"
+        warnings.filterwarnings("ignore", replaced, UserWarning)
+        for product in (mm, addmm):
+            library.impl(product.__name__, product, "CUDA")
     return library
 
 

@@ -152,6 +152,15 @@ def test_requests_do_not_depend_on_the_schedule(device):
         assert len(own) > 3 and apart.abs().max() <= (0 if gpu else 2e-5), len(text)
 
 
+def test_other_products_take_their_place_without_a_warning():
+    """Which torch gives once per process, unless it is asked for each."""
+    torch.set_warn_always(True)
+    try:
+        assert padded_products()
+    finally:
+        torch.set_warn_always(False)
+
+
 @served
 def test_the_document_runs():
     text = (Path(__file__).parents[1] / "docs/serving.md").read_text()
