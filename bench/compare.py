@@ -177,7 +177,7 @@ def plan_of(runners, settings, mode: str) -> JobsOfRunners:
     torch = next((runner for runner in runners if runner.framework == "torch"), None)
     named = peers.named(FLAGS.peers)
     if torch is not None:
-        problem = asked(settings, torch)
+        problem = asked(settings, torch)._replace(requires_grad=mode == "fwdbwd")
         found = peers.jobs(problem, branches, named)
         plan += [(torch, dataclasses.replace(job, asked=True)) for job in found]
         plan += [(torch, job) for job in peers.dense(problem, branches, named)]

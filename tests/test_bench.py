@@ -398,6 +398,9 @@ def test_explain_only_prints(run, monkeypatch):
     assert code == 0 and not found
     assert "jax   sliding    xla: runs" in printed and "mosaic: refuses: " in printed
     assert re.search(r"torch +dense +fa4: runs", printed) and "flash_attn" not in printed
+    words = "--framework=torch --branch=selected --peers=cudnn_nsa --mode=forward --mode=fwdbwd"
+    reasons = re.findall(r"cudnn_nsa: refuses: (.*)", run(words, "--explain")[1])
+    assert [peers.NO_GRADIENT in x for x in reasons] == [False, True]
 
 
 def test_both_modes_in_one_run(run, tmp_path, monkeypatch):

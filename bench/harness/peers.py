@@ -32,6 +32,7 @@ from .records import Values
 
 NAMES = ("fla", peer_nsa_triton.NAME, "fa4", "flash_attn", "cudnn_nsa")
 CUDNN = "nvidia-cudnn-frontend"
+NO_GRADIENT = f"the NSA of {CUDNN} has no gradient"
 # Packages for attention to all keys or to a window, and the lowest compute capability of each.
 FLASH = {"fa4": ("flash-attn-4", (9, 0)), "flash_attn": ("flash-attn", (8, 0))}
 LEAST_GROUP, WIDEST = 16, 256  # of parallel_nsa
@@ -139,11 +140,14 @@ def _flash_call(name: str, window: int | None, given: Values) -> Values:
 
 
 def _cudnn(problem: Problem, branches) -> Iterator[Job]:
+    reason = peer_nsa_triton.package_why_not(CUDNN, problem)
+    if problem.requires_grad:
+        reason = NO_GRADIENT
     if "selected" in branches:
         yield Job(
             "selected",
             "cudnn_nsa",
-            unsupported=peer_nsa_triton.package_why_not(CUDNN, problem) or "",
+            unsupported=reason or "",
             function=functools.partial(_cudnn_selected, problem.config.select_block),
             library=True,
             note=f"{CUDNN} {records.version(CUDNN)}; the time includes counting each list's blocks",
