@@ -23,6 +23,8 @@ token means draft tokens that are verified. Columns:
 - `ms_win`: only the sliding branch.
 - `ms_dense_*`: dense attention to the whole cache. `ms_dense_flashinfer` is measured in torch on a
   GPU for one new token, if FlashInfer is installed. Its time excludes filling pages and planning.
+- `kv`: whether all branches share their keys and values, as `--kernels=invariant` needs. With
+  `invariant`, the times of single branches are those of `mosaic`.
 - `graph`: whether a CUDA graph replayed the step (torch on CUDA, if the step can be captured).
 - `ms_host`: host time of consecutive eager steps without the graph. `ms_paged_host` is the host
   time of steps on the paged cache.
@@ -53,7 +55,7 @@ import numpy as np
 
 from nsa_core import flags as kernel_flags
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch import STEPS
+from nsa_core.dispatch import INVARIANT, STEPS
 
 from . import tables
 from .harness import (
@@ -91,8 +93,14 @@ FLAGS = command.flag_values(
     ),
     paged=(
         "auto",
-        "Implementation of the step on a paged cache; none: the step is not measured.",
+        "Implementation of the step on a paged cache; auto: chosen automatically, or invariant "
+        "with --kernels=invariant; none: the step is not measured.",
         ("auto", "triton", "gathered", "mosaic", "none"),
+    ),
+    kv=(
+        "separate",
+        "Whether the branches share their keys and values.",
+        ("separate", "shared"),
     ),
     cache_dtype=(
         "same",
@@ -139,7 +147,7 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
     chosen: Any = None
     labels = named._asdict() | {"scores": named.selected}
     try:
-        wanted = asked(settings, runner)._replace(T=FLAGS.q_len)
+        wanted = asked(settings, runner)._replace(T=FLAGS.q_len, cached=INVARIANT in named)
         chosen = runner.registry.choices(wanted, named, kernel_flags.on_unsupported())
     except NotImplementedError as error:
         refused = {"status": "unsupported", "reason": str(error)}
@@ -147,11 +155,16 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         labels = {choice.step: choice.implementation for choice in chosen}
     labels = {step: labels[step] or "auto" for step in STEPS}
     kernel = joined(labels.values())
-    inputs = problems.make(settings, FLAGS.input, FLAGS.seed, num_queries=FLAGS.q_len)
+    labels = {step: decode_steps.of_one_step(name) for step, name in labels.items()}
+    shared = FLAGS.kv == "shared"
+    options: Values = {"num_queries": FLAGS.q_len, "shared": shared}
+    inputs = problems.make(settings, FLAGS.input, FLAGS.seed, **options)
     checker_of = functools.partial(Checker, settings, backward=False)
     checker = frozen = checker_of(inputs)
     waiting: dict[str, tuple[str, Judged]] = {}
     paged_kernel = FLAGS.paged
+    if paged_kernel == "auto" and kernel == INVARIANT:
+        paged_kernel = kernel
 
     def freeze() -> Values:
         """Use the path's own selection of blocks in all later calls. The row `scores` judges the
@@ -168,7 +181,9 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
     def paged_step():
         nonlocal paged_kernel
         fp8 = FLAGS.cache_dtype == "fp8"
-        paged = decode_steps.Paged(cached, None if FLAGS.paged == "auto" else FLAGS.paged, fp8)
+        paged = decode_steps.Paged(
+            cached, None if paged_kernel == "auto" else paged_kernel, fp8
+        )
         paged_kernel, blocks, own = paged.name, paged.chosen(), frozen
         if blocks is not None or fp8:
             changes: Values = {} if blocks is None else {"block_indices": blocks}
@@ -223,6 +238,7 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         compares the time of the whole step with the times of the branches.
         """
         common, done = command.about(runner, settings, inputs), dict[str, Record]()
+        common |= {"kv": FLAGS.kv} if shared else {}
         for key, (branch, each) in waiting.items():
             found = each.timed(**how)
             if key == "all" and "status" not in found:
@@ -254,6 +270,7 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
             "paged_kernel": paged_kernel if paged else None,
             "above_whole": " ".join(above_whole(times)),
             "cache_dtype": FLAGS.cache_dtype,
+            "kv": FLAGS.kv,
             "kernel": kernel,
             "line": {"shown": starred(times), "reads": f"{counted}/{formula}"},
         }
@@ -303,6 +320,11 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             "--cache_dtype must not be given with --paged=none, since --cache_dtype "
             "applies only to the paged cache"
+        )
+    if INVARIANT in kernel_flags.named() and FLAGS.kv == "separate":
+        raise ValueError(
+            "--kernels=invariant needs --kv=shared, since invariant attends only to a cache "
+            "whose branches share keys and values"
         )
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu = runner.platform != "cpu"

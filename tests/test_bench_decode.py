@@ -12,7 +12,7 @@ from bench import decode, doc_tables, summarize
 from bench.harness import cost, decode_steps, exit_status, records, turns
 from nsa_core.types import Branches
 from nsa_torch import paged_attend
-from tests import pretend
+from tests import planned, pretend
 from tests.commands import CONFIG, SIZES, ends, run
 from tests.measured import made, record
 from tests.tables import table
@@ -70,6 +70,7 @@ def test_every_branch_is_judged_and_timed_alone(framework, measured):
         assert float(row["ms_paged"]) > 0 and row["paged_kernel"] == "gathered"
         assert row["ms_host"] == row["ms_paged_host"] == ""  # of a GPU's host
         assert all((r.T, r.mode, r.status) == (1, "decode", "ok") for r in own.values())
+        assert all("kv" not in r.extra for r in own.values()) and row["kv"] == "separate"
         for branch, name in decode.TIMES.items():
             record = own[branch, portable]
             assert float(row[name]) == record.time_ms and record.error_max <= record.error_bound
@@ -238,3 +239,31 @@ def test_a_cache_in_fp8_is_judged_by_what_it_has(framework, tmp_path, monkeypatc
     _, found, _ = run(decode, tmp_path / "whole", given)
     (paged,) = [r for r in found if r.implementation == "paged_fp8/gathered"]
     assert paged.status == "wrong"  # judged by tokens that were not rounded
+
+
+def test_branches_may_share_keys(framework, tmp_path, monkeypatch):
+    api = {"torch": nsa_torch, "jax": nsa_jax}[framework]
+    separate = lambda *_, separate, **__: separate
+    caches = [
+        pretend.calls_of(monkeypatch, api, name, separate)
+        for name in ("init_cache", "PagedCache")
+    ]
+    given = f"--framework={framework} --kv=shared --cache_dtype=fp8 --q_len=2"
+    status, found, (row,) = run(decode, tmp_path, STEP, given)
+    assert status == 0, ends(found)
+    assert caches == [[False], [False]] and row["kv"] == "shared"
+    assert all(r.status == "ok" for r in found if r.branch != "dense"), ends(found)
+    assert all(r.extra["kv"] == "shared" for r in found)
+
+
+def test_invariant_is_measured(tmp_path, monkeypatch):
+    """In the interpreter of the kernels: the steps, and `mosaic` for branches alone."""
+    given = SMALL.replace("--l_sel=8", "--l_sel=16").replace("f32", "bf16")
+    given += " --heads=2 --groups=1 --dk=16 --dv=16 --S_list=21 --iters=1"
+    with planned.interpreted(monkeypatch):
+        status, found, (row,) = run(decode, tmp_path, given, "--kernels=invariant --kv=shared")
+    assert status == 0 and row["status"] == "ok", row["reason"]
+    whole = {r.implementation for r in found if r.branch == "all"}
+    assert whole == {"invariant", "paged/invariant"}
+    assert {r.implementation for r in found[:4]} == {"mosaic"}
+    assert row["kernel"] == row["paged_kernel"] == "invariant"

@@ -8,7 +8,7 @@ call writes the tokens to the same slots. In JAX the step resets the length of t
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch import Choices
+from nsa_core.dispatch import INVARIANT, Choices
 from nsa_core.types import Branches
 
 from . import timing
@@ -26,6 +26,13 @@ from .records import Values
 from .runners import Step, rotated
 
 ARGUMENTS = ("compressed", "scores", "selected", "sliding", "all")  # branches of a step
+
+
+def of_one_step(implementation: str) -> str:
+    """Return the implementation of a single step. `invariant` runs only all steps together, so that
+    single steps run on `mosaic`.
+    """
+    return "mosaic" if implementation == INVARIANT else implementation
 
 
 class Cached:
@@ -46,14 +53,17 @@ class Cached:
         self.query, key, value, self.gates = (self.given["all"][name] for name in names)
         self.all_tokens, (self.batch, self.new) = (key, value), self.query.shape[:2]
         self.sizes = *key.selected.shape[2:], value.selected.shape[-1]
+        self.separate = inputs.key.sliding is not inputs.key.selected
+        if not self.separate:
+            key, value = self.all_tokens = key.selected, value.selected
         self.options: Values = {"config": config, "dtype": self.query.dtype}
         if self.torch:
             self.options["device"] = self.query.device
         cache = self.api.init_cache(
-            self.batch, self.tokens, *self.sizes, separate=True, **self.options
+            self.batch, self.tokens, *self.sizes, separate=self.separate, **self.options
         )
         past, self.last = (
-            [Branches(*(x[:, cut] for x in pair)) for pair in (key, value)]
+            jax.tree.map(lambda x, cut=cut: x[:, cut], [key, value])
             for cut in (slice(-self.new), slice(-self.new, None))
         )
         self.cache = self._updated(cache, *past) if self.tokens > self.new else cache
@@ -62,8 +72,9 @@ class Cached:
         """Return the cache with the new tokens `key` and `value`. In torch the cache is changed
         in place."""
         if not self.torch:
-            return jax.jit(self.api.cache.update)(cache, key, value, (None, None))
-        count = key.selected.shape[1]
+            pair = map(Branches.each, (key, value))
+            return jax.jit(self.api.cache.update)(cache, *pair, (None, None))
+        count = self.tokens - self.new
         longest, lengths = cache.longest + count, cache.length + count
         self.api.append(cache.pages, flat(key), flat(value), cache.page_table, lengths)
         return dataclasses.replace(cache, length=lengths, longest=longest)
@@ -99,7 +110,7 @@ class Cached:
         def how(step):
             # `kv_len` is a number, since the arrays end with the last token. With lengths on the
             # device these functions would copy and zero all values, unlike the whole step.
-            name = self.names[step]
+            name = of_one_step(self.names[step])
             return {"config": self.config, "kv_len": self.tokens, "implementation": name}
 
         given = dict(given)
@@ -144,7 +155,8 @@ class Paged:
         if fp8:
             options |= {"compressed_dtype": options["dtype"], "max_rows": batch}
             options["dtype"] = (cached.runner.torch if cached.torch else jnp).float8_e4m3fn
-        self.cache = self.api.PagedCache(batch * pages, *cached.sizes, separate=True, **options)
+        options["separate"] = cached.separate
+        self.cache = self.api.PagedCache(batch * pages, *cached.sizes, **options)
         self.cache = self._append(self.cache, *cached.all_tokens)
 
     def _append(self, cache, key, value):
@@ -174,7 +186,8 @@ class Paged:
         slots = lead, config.num_compressed(self.cached.tokens)
         found: Values = {}
         for kind in ("key", "value"):
-            pair = (tokens(f"{branch}_{kind}") for branch in ("selected", "sliding"))
+            own = "sliding" if self.cached.separate else "selected"
+            pair = (tokens(f"{branch}_{kind}") for branch in ("selected", own))
             found[kind] = Branches(None, *pair)
             found[f"compressed_{kind}"] = tokens(f"compressed_{kind}", *slots)
         return found
@@ -183,7 +196,7 @@ class Paged:
     def name(self) -> str:
         """The name of the implementation that runs."""
         found = self._attend.explain(*self._arguments(), implementation=self.implementation)
-        return found.implementation
+        return INVARIANT if self.implementation == INVARIANT else found.implementation
 
     @property
     def _attend(self) -> Any:
@@ -197,7 +210,7 @@ class Paged:
         """Return the blocks that kernels on pages select, int32 `[B, tokens, Hkv, n]`. Return None
         if the selected blocks equal the selected blocks of the contiguous cache.
         """
-        if self.name == "gathered":
+        if self.name in ("gathered", INVARIANT):
             return None
         inputs = self._attend.Inputs(*self._arguments(), None, None)
         _, found = self._attend.with_indices(self.name, inputs)
@@ -229,7 +242,7 @@ class Paged:
             return donated(self.runner, step, self.cache, self.cached.last)
         # The tensors are contiguous, like the results of projections. Slices of whole rows would
         # be copied in each step.
-        pairs = (Branches(*(x.contiguous() for x in flat(pair))) for pair in self.cached.last)
+        pairs = jax.tree.map(lambda x: x.contiguous(), flat(self.cached.last))
         new = dict(zip(("key", "value"), pairs, strict=True))
         return stepped(self.runner, lambda: attend(self.cache, **new))
 
@@ -270,6 +283,6 @@ def donated(runner, function: Callable, cache: Any, last: Sequence[Any]) -> Step
     return stepped(runner, run)
 
 
-def flat(arrays: Iterable[Any]) -> Any:
+def flat(arrays: Any) -> Any:
     """Reshape each `[B, T, ..]` to `[B * T, ..]`."""
-    return Branches(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)

@@ -137,6 +137,7 @@ def make(
     *,
     num_queries: int | None = None,
     block_indices: jax.Array | None = None,
+    shared: bool = False,
 ) -> Inputs:
     """Return the inputs of a problem.
 
@@ -149,6 +150,7 @@ def make(
         tokens are queries.
       block_indices: int32 `[B, T, Hkv, n]`, by default the blocks that the inputs themselves
         select.
+      shared: Whether all branches have the keys and values of the selected branch.
 
     Raises:
       ValueError: `num_queries` is invalid.
@@ -178,6 +180,8 @@ def make(
         key = Branches(*(normal(model.n_kv_groups, model.d_k) for _ in Branches._fields))
         value = Branches(*(normal(model.n_kv_groups, model.d_v) for _ in Branches._fields))
         gates = jax.nn.sigmoid(normal(model.n_heads, 3, queries))
+    if shared:
+        key, value = (Branches.each(x.selected) for x in (key, value))
     compressed_key = nsa_jax.compress(key.compressed, config=config)
     indices = block_indices
     if indices is None:

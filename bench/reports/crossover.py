@@ -65,6 +65,7 @@ def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
             config = json.dumps(r.config, sort_keys=True)
             queries = r.T if r.T < r.S else None
             shape = r.framework, r.B, queries, r.H, r.Hkv, r.D, r.Dv, r.dtype, r.input
+            shape += (r.extra.get("kv"),)
             yield Run(r.mode, (r.bench, *shape, config), r.S, r.branch == "dense", r)
     for x in lines:
         if isinstance(x, Speed):
