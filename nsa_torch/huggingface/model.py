@@ -355,10 +355,11 @@ class NSAModel(NSAPreTrainedModel):
             batch = DenseBatch(x, position, mask, **paged)
         x = batch.x
         if not x.shape[1]:
-            # of a step without tokens the manager reads column 0, and ignores what it reads
-            return BaseModelOutputWithPast(last_hidden_state=x.new_zeros(1, 1, x.shape[2]))
-        for layer in self.layers:
-            x = layer(x, batch)
+            # In a step without tokens, the manager reads column 0 and ignores the value.
+            x = x.new_zeros(1, 1, x.shape[2])
+        else:
+            for layer in self.layers:
+                x = layer(x, batch)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
 
     def _with_mask(self, x: Tensor, batch: Rows) -> Rows:
