@@ -9,10 +9,6 @@ from tests.problems import TABLE, Case, check_selection, problem
 SIZES = TABLE["windows"]
 
 
-def config_of(block, stride, select_block):
-    return NSAConfig(block, stride, select_block, num_selected=3, window=7)
-
-
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("path", ["torch sdpa", "torch reference", "jax xla", "jax reference"])
 def test_selection_is_by_these_weights(path, sizes):
@@ -24,8 +20,8 @@ def test_selection_is_by_these_weights(path, sizes):
     check_selection(p, steps(p, implementation, only=["scores"])["block_indices"])
 
 
-def test_reads_count_the_rows_of_a_decode_step():
-    config = config_of(8, 4, 16)
+def test_decode_counters():
+    config = NSAConfig(8, 4, 16, num_selected=3, window=7)
     for length in range(1, 100):
         compressed = [s for s in range(0, length, 4) if s + 8 <= length]
         selected = [(slot, row) for slot in range(3) for row in range(16)]

@@ -378,8 +378,6 @@ def test_what_does_not_belong_together():
         *inputs, **{"config": SMALL, "varlen": meta} | options
     )
     layer = NSAAttention(16, 4, 2, 8, 8)
-    with refused("varlen must be made with"):
-        layer(torch.zeros(1, T, 16), varlen=meta)
     with refused("varlen must be None if a cache is given, got both"):
         layer(torch.zeros(1, T, 16), layer.init_cache(1, 100), varlen=meta)
     with refused("varlen must have a known total"):
@@ -426,8 +424,6 @@ def test_numbers_that_the_host_does_not_read(device, monkeypatch):
         else:  # torch adds up gradients of gathered keys in any order
             torch.testing.assert_close(run(varlen=meta), run(cu_seqlens=numbers))
         assert meta.total == T
-        with pytest.raises(ValueError, match="cover the 80 tokens of query, got total=90"):
-            nsa_torch.attention(*(x[:, :80] for x in inputs), config=SMALL, varlen=meta)
         meta = nsa_torch.varlen_metadata(numbers, max_seqlen=59, total=T, config=SMALL)
         assert not any(x.any() for x in run(varlen=meta))
         meta.update(borders([0, 31, T], device))

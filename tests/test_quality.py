@@ -312,14 +312,6 @@ def test_runs_that_are_no_kind_are_refused(files, message):
         quality.kind_of("nsa", made(files))
 
 
-def test_the_head_of_the_bounds():
-    losses = [f"95 % bound at most {quality.BOUNDS[x]:+.1%}" for x in quality.UPPER]
-    losses.append(f"mean at most {quality.BOUNDS['far']:+.1%}")
-    rules = [*losses, f"mean at least {-quality.BOUNDS['recall']:+.2f}"]
-    titles = [", ".join(x) for x in zip(quality.BOUNDS, rules, strict=True)]
-    assert quality.head("bounds")[2:] == [*titles, "pairs"]
-
-
 @pytest.mark.parametrize("files, broken, text", TABLE["bounds"])
 def test_bounds_decide(files, broken, text, tmp_path, capsys):
     """The exit status of the command, and what it prints."""

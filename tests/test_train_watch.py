@@ -248,12 +248,6 @@ def test_what_is_a_graph(words, graph):
     assert train._variant("torch", DENSE, "math").graph == graph
 
 
-def test_a_safe_run_is_no_graph():
-    commands.parsed(train.FLAGS, "train", "--graph", *SAFE)
-    with pytest.raises(NotImplementedError, match="--graph must not be combined with"):
-        train._variant("torch", DENSE, "math")
-
-
 @pytest.fixture
 def torchrun(monkeypatch):
     """As if it had started this process by itself."""
