@@ -7,7 +7,8 @@
 | `seed_env`, `seed_names` | names of the seed system (docs/seed.md) and their meanings here |
 | `problems`, `text` | settings from `configs/`, and the input arrays for them |
 | `runners`, `jobs` | a step in each framework; the rows of a comparison |
-| `peers`, `peer_nsa_triton`, `block_peers`, `flex_blocks` | rows of other libraries' kernels |
+| `peers`, `peer_nsa_triton`, `peer_flash_nsa` | rows of other libraries' kernels |
+| `block_peers`, `flex_blocks` | rows of other libraries' kernels for given blocks |
 | `measure`, `timing`, `cost` | one row: parity, then time, FLOPs and bytes |
 | `timed_problem` | whole calls on the library of a checkout, for commands without an oracle |
 | `decode_steps` | the steps of `bench.decode` on a filled cache |

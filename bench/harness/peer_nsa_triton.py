@@ -1,4 +1,5 @@
-"""Runs native-sparse-attention-triton, another NSA in Triton, for `peers`.
+"""Runs native-sparse-attention-triton, another NSA in Triton, for `peers`. `peer_flash_nsa` runs
+more packages by the same steps.
 
 The package is github.com/XunhaoLai/native-sparse-attention-triton. The module
 `native_sparse_attention` of the package has the same name as modules of other packages. The package
@@ -28,8 +29,8 @@ library computes the gated sum. No function returns a log-sum-exp.
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
@@ -50,16 +51,39 @@ NOTES = {
 }
 
 
+class Package(NamedTuple):
+    """Another NSA in Triton, with the functions of this module that call it."""
+
+    name: str  # in `--peers`, and of the package
+    notes: Mapping[str, str]  # a note for each branch that the package supports
+    why_not: Callable[[Problem, str], str | None]
+    attend_selected: Callable[..., Any]
+    attend_compressed: Callable[..., Any] | None = None
+    compress: Callable[..., Any] | None = None
+
+
 def package_why_not(package: str, problem: Problem, source: str = "") -> str | None:
     """Return the reason why a package for CUDA and 16 bits cannot run the problem, or None.
     `source` states where the package can be found.
     """
     if records.version(package) is None:
         return f"{package} is not installed{source}"
+    return arrays_why_not(package, problem)
+
+
+def arrays_why_not(package: str, problem: Problem) -> str | None:
+    """Return the reason why functions for CUDA and 16 bits cannot run the problem, or None."""
     if problem.platform != "cuda":
         return f"{package} needs CUDA tensors, got {problem.platform}"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"{package} needs float16 or bfloat16, got {problem.dtype}"
+    return None
+
+
+def window_why_not(package: str, branch: str) -> str | None:
+    """Return the reason why attention of all branches has no sliding window, or None."""
+    if branch == "all" and records.version("flash-attn") is None:
+        return f"{package} needs flash_attn for the sliding window; flash_attn is not installed"
     return None
 
 
@@ -81,33 +105,31 @@ def why_not(problem: Problem, branch: str) -> str | None:
         return (
             f"{PACKAGE} needs at least one compressed token, but {problem.S} tokens have none"
         )
-    if branch == "all" and records.version("flash-attn") is None:
-        return f"{PACKAGE} needs flash_attn for the sliding window; flash_attn is not installed"
-    return None
+    return window_why_not(PACKAGE, branch)
 
 
-def jobs(problem: Problem, branches) -> Iterator[Job]:
+def jobs(package: Package, problem: Problem, branches) -> Iterator[Job]:
     """Return the rows of the branches that the package supports, in order."""
     config = problem.config
-    version = records.version(PACKAGE)
-    for branch in (each for each in branches if each in NOTES):
+    version = records.version(package.name) or "without a version"
+    for branch in (each for each in branches if each in package.notes):
         yield Job(
             branch,
-            NAME,
-            unsupported=why_not(problem, branch) or "",
-            function=functools.partial(_call, branch, config),
-            own=functools.partial(_call, "own", config),
+            package.name,
+            unsupported=package.why_not(problem, branch) or "",
+            function=functools.partial(_call, package, branch, config),
+            own=functools.partial(_call, package, "own", config),
             library=True,
-            note=f"{PACKAGE} {version}: {NOTES[branch]}",
+            note=f"{package.name} {version}: {package.notes[branch]}",
         )
 
 
-def _rows(x):
+def rows(x):
     """Reshape `[B, T, heads, width]` to `[B * T, heads, width]`."""
     return x.flatten(0, 1)
 
 
-def _bounds(x):
+def bounds(x):
     """Return `cu_seqlens` of the sequences in `[B, T, ..]`."""
     import torch
 
@@ -124,25 +146,25 @@ def _attend_compressed(config: NSAConfig, query, key, value, most: int):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the package warns if 0 blocks are requested
         out, chosen = compressed_attention(
-            *map(_rows, (query, key, value)),
+            *map(rows, (query, key, value)),
             config.compress_block,
             config.compress_stride,
             config.select_block,
             most,
-            _bounds(query),
-            _bounds(key),
+            bounds(query),
+            bounds(key),
             query.shape[1],
             key.shape[1],
             init_blocks=config.num_initial,
             local_blocks=config.num_local,
         )
     batch = query.shape[0]
-    return out.unflatten(0, (batch, -1)), None if chosen is None else _blocks(
+    return out.unflatten(0, (batch, -1)), None if chosen is None else blocks_of(
         chosen, batch, most
     )
 
 
-def _blocks(chosen, batch: int, most: int):
+def blocks_of(chosen, batch: int, most: int):
     """Convert the blocks `[Hkv, B * T, min(n, N)]` to the form of this library,
     `[B, T, Hkv, n]`.
     """
@@ -155,11 +177,18 @@ def _blocks(chosen, batch: int, most: int):
 def _attend_selected(config: NSAConfig, query, key, value, blocks):
     from native_sparse_attention.ops import topk_sparse_attention
 
-    out = topk_sparse_attention(
-        *map(_rows, (query, key, value)),
-        _rows(blocks).transpose(0, 1).contiguous(),
+    return attend_lists(topk_sparse_attention, config, query, key, value, blocks)
+
+
+def attend_lists(function, config: NSAConfig, query, key, value, blocks):
+    """Attend to the given blocks with `topk_sparse_attention`, or a function with the same
+    arguments.
+    """
+    out = function(
+        *map(rows, (query, key, value)),
+        rows(blocks).transpose(0, 1).contiguous(),
         config.select_block,
-        _bounds(query),
+        bounds(query),
     )
     return out.unflatten(0, (query.shape[0], -1))
 
@@ -169,36 +198,42 @@ def _compress(config: NSAConfig, x):
     from native_sparse_attention.ops import avgpool_compress
 
     sizes = config.compress_block, config.compress_stride
-    found, _ = avgpool_compress(_rows(x), None, _bounds(x), *sizes)
+    found, _ = avgpool_compress(rows(x), None, bounds(x), *sizes)
     return found.unflatten(0, (x.shape[0], -1))
 
 
-def _call(branch: str, config: NSAConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+LIBRARY = Package(NAME, NOTES, why_not, _attend_selected, _attend_compressed, _compress)
+
+
+def _call(
+    package: Package, branch: str, config: NSAConfig, given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Compute a branch. `own` computes the compressed keys and the blocks of attention of all
     branches."""
+    _, _, _, attend_selected, attend_compressed, compress = package
     query, most = given["query"], config.num_selected
     if branch == "compressed":
         pair = given["compressed_key"], given["compressed_value"]
-        return {"out": _attend_compressed(config, query, *pair, 0)[0]}
+        return {"out": attend_compressed(config, query, *pair, 0)[0]}
     if branch == "scores":
         key = given["compressed_key"]
-        return {"indices": _attend_compressed(config, query, key, key, most)[1]}
+        return {"indices": attend_compressed(config, query, key, key, most)[1]}
     keys = given["key"]
     if branch == "own":
-        key = _compress(config, keys.compressed)
-        return {"key": key, "blocks": _attend_compressed(config, query, key, key, most)[1]}
+        key = compress(config, keys.compressed)
+        return {"key": key, "blocks": attend_compressed(config, query, key, key, most)[1]}
     values = given["value"]
     if branch == "selected":
         blocks = given["block_indices"]
-        return {"out": _attend_selected(config, query, keys, values, blocks)}
+        return {"out": attend_selected(config, query, keys, values, blocks)}
     from flash_attn import flash_attn_func
 
     from nsa_torch.chunks import combine
 
-    pair = _compress(config, keys.compressed), _compress(config, values.compressed)
-    compressed, chosen = _attend_compressed(config, query, *pair, most)
+    pair = compress(config, keys.compressed), compress(config, values.compressed)
+    compressed, chosen = attend_compressed(config, query, *pair, most)
     blocks = given.get("block_indices", chosen)
-    selected = _attend_selected(config, query, keys.selected, values.selected, blocks)
+    selected = attend_selected(config, query, keys.selected, values.selected, blocks)
     window = config.window - 1, 0
     arrays = query, keys.sliding, values.sliding
     sliding = flash_attn_func(*arrays, causal=True, window_size=window)

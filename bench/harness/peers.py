@@ -9,8 +9,9 @@ libraries are installed. Dense attention of `fa4` and `flash_attn` is also compa
 | `flash_attn` | flash-attn | FlashAttention-2's own kernels | dense, sliding |
 | `cudnn_nsa` | nvidia-cudnn-frontend[cutedsl] | NSA in CuTe, forward only | selected |
 
-The dense kernel `flash` of torch is torch's copy of FlashAttention-2 and needs no package.
-`native-sparse-attention-triton`, which is not on PyPI, is in `peer_nsa_triton`.
+The dense kernel `flash` of torch is torch's copy of FlashAttention-2 and needs no package. Packages
+that are not on PyPI are `native-sparse-attention-triton`, in `peer_nsa_triton`, and `flash_nsa` and
+`fsa`, in `peer_flash_nsa`.
 
 `fla.ops.nsa` computes another function than this library. The compressed tokens of `fla.ops.nsa`
 are means of whole selection blocks without overlap. With blocks of 64 tokens and a stride of 16
@@ -26,11 +27,12 @@ from collections.abc import Iterator, Sequence
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 
-from . import peer_nsa_triton, records
+from . import peer_flash_nsa, peer_nsa_triton, records
 from .jobs import Job
 from .records import Values
 
-NAMES = ("fla", peer_nsa_triton.NAME, "fa4", "flash_attn", "cudnn_nsa")
+PACKAGES = {each.name: each for each in (peer_nsa_triton.LIBRARY, *peer_flash_nsa.LIBRARIES)}
+NAMES = ("fla", *PACKAGES, "fa4", "flash_attn", "cudnn_nsa")
 CUDNN = "nvidia-cudnn-frontend"
 NO_GRADIENT = f"the NSA of {CUDNN} has no gradient"
 # Packages for attention to all keys or to a window, and the lowest compute capability of each.
@@ -87,8 +89,8 @@ def jobs(problem: Problem, branches, names: Sequence[str] = NAMES) -> Iterator[J
     for name in names:
         if name == "fla":
             yield from _fla(problem, branches)
-        elif name == peer_nsa_triton.NAME:
-            yield from peer_nsa_triton.jobs(problem, branches)
+        elif name in PACKAGES:
+            yield from peer_nsa_triton.jobs(PACKAGES[name], problem, branches)
         elif name == "cudnn_nsa":
             yield from _cudnn(problem, branches)
         else:
