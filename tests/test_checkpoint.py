@@ -13,7 +13,7 @@ import torch
 from flax import nnx
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from nsa_core.layer import EXTRA_STATE, GATES, KIND, PHI, SILENT, LayerSpec
+from nsa_core.layer import EXTRA_STATE, KIND, SILENT, LayerSpec
 from nsa_interop import weights
 from nsa_jax.nn import Mark
 from tests import refusals
@@ -135,22 +135,6 @@ def test_a_state_of_another_kind_changes_nothing(state, options, message, way, t
     assert same(before, values(layer)) and re.search(message, str(error))
     if way.endswith("file"):
         assert "layer.safetensors" in str(error)
-
-
-@pytest.mark.parametrize("phi", PHI)
-@pytest.mark.parametrize("gate", GATES)
-def test_the_state_survives_torch_save(gate, phi, tmp_path):
-    source = in_torch(gate=gate, phi=phi)
-    torch.save(source.state_dict(), tmp_path / "layer.pt")
-    state = torch.load(tmp_path / "layer.pt", weights_only=True)
-    assert {f"kind.gate_{gate}._extra_state", f"kind.phi_{phi}._extra_state"} < state.keys()
-    target = in_torch(seed=1, gate=gate, phi=phi)
-    assert str(target.load_state_dict(state)) == "<All keys matched successfully>"
-    assert same(values(source), values(target))
-    # safetensors takes tensors only; a cast of everything keeps names.
-    again = safetensors.torch.load(safetensors.torch.save(state))
-    again = {name: value.bfloat16() for name, value in again.items()}
-    target.load_state_dict(again)
 
 
 def test_an_average_of_two_kinds_is_no_checkpoint():

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 from jax.experimental import pallas as pl
@@ -34,7 +33,6 @@ from tests.runtime_kernels import Copy, copy
 N = 4096
 FLOATS = jax.ShapeDtypeStruct((N,), jnp.float32)
 HALVES = jax.ShapeDtypeStruct((N,), jnp.bfloat16)
-SQUARE = jax.ShapeDtypeStruct((64, N // 64), jnp.float32)
 COPY = copy(Copy(1, 32))  # bfloat16 [1, 32, 2, 64]: N elements; and int32 [1, 2]
 
 
@@ -50,13 +48,6 @@ def aligned(size=N, dtype=torch.bfloat16, offset=0):
 
 
 # Refusals
-
-
-def test_a_kernel_takes_arrays_of_other_shapes():
-    kernel = kernel_of(lambda x, y: [x + y], (SQUARE, SQUARE), (SQUARE,))
-    x, y = np.ones(N, np.float32), jnp.ones((2, N // 2), jnp.float32)
-    (out,) = kernel(x, y)
-    assert out.shape == SQUARE.shape and float(out.sum()) == 2 * N
 
 
 sample = kernel_of(lambda x: [x])

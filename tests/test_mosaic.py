@@ -206,13 +206,6 @@ def test_refusals(row):
     assert kernels_pallas.why_not("mosaic", problem) == row.sentence
 
 
-def test_the_interpreter_needs_no_gpu():
-    on_cpu = FIT._replace(platform="cpu", capability=None)
-    with capability.interpreted(InterpretGPUParams()):
-        assert capability.why_not(on_cpu) is None
-    assert capability.why_not(on_cpu)
-
-
 def test_registers_that_no_multiprocessor_has_are_refused():
     operands.check_registers(232, 232, 40)
     operands.check_registers(240)

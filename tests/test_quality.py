@@ -163,20 +163,9 @@ def test_measures_are_means_of_the_losses_of_targets(tmp_path, attention):
     assert only == pytest.approx(losses[kind == 0].sum(), rel=1e-5)
 
 
-def test_a_hit_is_the_block_of_the_next_token():
-    """The passage stands at 70: with blocks of 16 the copy goes on from blocks 4 to 8."""
-    length, start = 399, 70
-    indices = np.full((length, 2, 6), -1)
-    for query in range(length - PASSAGE, length):
-        source = start + query + 1 - (length + 1 - PASSAGE)
-        indices[query, 0, 3] = source // 16
-        indices[query, 1, 3] = source // 16 + 1
-    hits = measures.hit(indices, start, CONFIG)
-    assert hits[:, 0].tolist() == [1.0, 0.0]
-    own = np.arange(length - PASSAGE + 1 + measures.KNOWN, length - 1) // 16
-    assert hits[:, 1] == pytest.approx((3 / (own + 1 - 3)).mean())
-    near = length - PASSAGE - 5  # in forced blocks
-    assert measures.hit(indices, near, CONFIG) is None
+def test_copies_in_forced_blocks_have_no_hits():
+    near, found = WIDTH - 1 - PASSAGE - 5, np.full((WIDTH - 1, 2, 6), -1)
+    assert measures.hit(found, near, CONFIG) is None
 
 
 class Selects:
