@@ -1,5 +1,6 @@
 """Dense checkpoints as NSA: what a converted model computes is what the dense one does."""
 
+import contextlib
 import functools
 import json
 import math
@@ -184,8 +185,8 @@ def test_rates_are_those_of_transformers(rope, width):
 # What is refused, by name, and leaves nothing behind.
 
 
-def edited(source, file="config.json", **changed):
-    path = source / file
+def edited(source, changed):
+    path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
@@ -199,25 +200,24 @@ def with_tokens(source, largest):
     with_file(source, "tokenizer.json", made)
 
 
-def change_weights(source, change):
+@contextlib.contextmanager
+def weights_of(source):
+    """Those of a folder, which are written again."""
     path = source / "model.safetensors"
     state = safetensors.torch.load_file(path)
-    change(state)
+    yield state
     safetensors.torch.save_file(state, path)
 
 
 def with_weights(source, changes):
     """By name: None takes one away, a number multiplies it, a dtype rounds it."""
-
-    def change(state):
+    with weights_of(source) as state:
         for name, x in changes.items():
             old = state.pop(name, None)
             if isinstance(x, torch.dtype):
                 state[name] = old.to(x)
             elif x is not None:
                 state[name] = x if isinstance(x, torch.Tensor) else old * x
-
-    change_weights(source, change)
 
 
 def index_of(source, files):
@@ -245,10 +245,9 @@ def cut_off(source, size):
     path.write_bytes(path.read_bytes()[:size])
 
 
-NORM = "model.norm.weight"
 # What is done to a source, by the words of `refusals.yaml`.
 DAMAGE = {
-    "config": lambda source, changed: edited(source, **changed),
+    "config": edited,
     "tokens": with_tokens,
     "weights": with_weights,
     "index": index_of,
@@ -278,10 +277,10 @@ def test_what_is_refused_leaves_nothing_behind(row, sentence, error, source, tmp
 
 
 def test_a_tied_head_in_the_files_is_left_out(source, tmp_path):
-    edited(source, tie_word_embeddings=True)
+    edited(source, {"tie_word_embeddings": True})
     embedding = "model.embed_tokens.weight"
-    change = lambda state: state.update({"lm_head.weight": state[embedding].clone()})
-    change_weights(source, change)
+    with weights_of(source) as state:
+        state["lm_head.weight"] = state[embedding].clone()
     convert(source, tmp_path / "target", **NSA)
     saved = safetensors.torch.load_file(tmp_path / "target" / "model.safetensors")
     assert embedding in saved and "lm_head.weight" not in saved
@@ -289,8 +288,8 @@ def test_a_tied_head_in_the_files_is_left_out(source, tmp_path):
 
 def test_weights_keep_their_dtypes(source, tmp_path):
     """Norms of float32 among weights in 16 bits, as some are kept."""
-    narrow = lambda state: {k: x.bfloat16() for k, x in state.items() if "norm" not in k}
-    change_weights(source, lambda state: state.update(narrow(state)))
+    with weights_of(source) as state:
+        state |= {name: x.bfloat16() for name, x in state.items() if "norm" not in name}
     convert(source, tmp_path / "target", **NSA)
     theirs, found = (
         safetensors.torch.load_file(x / "model.safetensors")
@@ -298,7 +297,7 @@ def test_weights_keep_their_dtypes(source, tmp_path):
     )
     for name, x in found.items():
         assert x.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
-    assert torch.equal(found[NORM], theirs[NORM])
+    assert torch.equal(*(x["model.norm.weight"] for x in (found, theirs)))
     assert NSAForCausalLM.from_pretrained(tmp_path / "target").dtype == torch.bfloat16
 
 
@@ -325,7 +324,7 @@ def test_the_command(source, folders, tmp_path, capsys):
     assert main(command) == 2
     assert "must not exist" in capsys.readouterr().err
     assert {x.name for x in tmp_path.iterdir()} == {"source", "target"}
-    edited(source, hidden_size="wide")
+    edited(source, {"hidden_size": "wide"})
     assert main([str(source), other]) == 2
     assert "'hidden_size' expected int" in capsys.readouterr().err
     assert main([str(folders("qwen2")[0]), other, "--set", "hidden_size=4"]) == 2
