@@ -30,7 +30,6 @@ from tests.problems import SMALL
 from tests.reach import NUMBERS, check_torch
 from tests.tables import table
 from tests.test_small_scores import BY_SCORE, FAR, LOWEST, far_blocks
-from tests.torch_inputs import check_compiled
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
 
@@ -170,17 +169,6 @@ def test_chunks_give_the_same_bits():
     assert torch.equal(call(0, 30)[:, 17:], call(17, 30))
 
 
-@kernel
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-def test_compiled_without_a_graph_break():
-    def function(*tensors):
-        return nsa_torch.attention(*tensors, config=SMALL, implementation="triton") * 2
-
-    shapes = [(1, 12, heads, 16) for heads in (4, 2, 2)] + [(1, 12, 4, 3)]
-    leaves = [draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
-    check_compiled(function, leaves, rtol=0, atol=0)
-
-
 if not INTERPRETED:
 
     @pytest.mark.skipif(not TRITON, reason="triton is not installed")
@@ -254,21 +242,6 @@ def test_tiles_fit_every_architecture(kind):
             assert [x for _, x in sorted(sizes)] == sorted(x for _, x in sizes)
 
 
-def attend(query, key, value, gates):
-    return nsa_jax.attention(query, key, value, gates, config=SMALL, implementation="triton")
-
-
-def gradient(function):
-    loss = lambda *arrays: function(*arrays).astype(jnp.float32).sum()
-    return jax.grad(loss, argnums=(0, 1, 2, 3))
-
-
-def sizes(*batch):
-    """Of query, key, value and gates."""
-    heads = (4, 16), (2, 16), (2, 16), (4, 3)
-    return [jax.ShapeDtypeStruct((*batch, *x), jnp.bfloat16) for x in heads]
-
-
 @EVERYWHERE
 @pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
 def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
@@ -276,24 +249,16 @@ def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
     fast = tilings.Tiling(16, 16, 1, 1)  # to compile
     set_limits(monkeypatch, triton_tiles=lambda *given: fast)
     pretend.jax_gpu(monkeypatch, (8, 0))
-    gradients = jax.jit(jax.vmap(gradient(attend)))
+    options = {"config": SMALL, "implementation": "triton"}
+    loss = lambda *x: nsa_jax.attention(*x, **options).astype(jnp.float32).sum()
+    gradients = jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2, 3))))
+    shapes = (4, 16), (2, 16), (2, 16), (4, 3)
+    arrays = [jax.ShapeDtypeStruct((2, 1, 64, *x), jnp.bfloat16) for x in shapes]
     with compiled_for((8, 0)):
-        lowered = gradients.trace(*sizes(2, 1, 64)).lower(lowering_platforms=("cuda",))
+        lowered = gradients.trace(*arrays).lower(lowering_platforms=("cuda",))
     # Forward: 3 branches, a block list, scores, the sum. Backward: delta, the block list again,
     # 3 dq, and of dk, dv 3 and the sums of two.
     assert lowered.as_text().count("@triton_kernel_call") == 6 + 10
-
-
-@EVERYWHERE
-@pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
-def test_shard_map_is_traced_over_heads(monkeypatch):
-    """Kernels are whole on each device; nothing is compiled here."""
-    pretend.jax_gpu(monkeypatch, (8, 0))
-    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
-    by_head = jax.sharding.PartitionSpec(None, None, "heads")
-    sharded = jax.shard_map(attend, mesh=mesh, in_specs=by_head, out_specs=by_head)
-    found = jax.eval_shape(gradient(sharded), *sizes(1, 24))
-    assert [x.shape for x in found] == [x.shape for x in sizes(1, 24)]
 
 
 @pytest.mark.gpu
