@@ -319,6 +319,7 @@ def test_gates_of_each_query_head_in_shards():
 )
 def test_losses_of_jax_on_several_devices_are_those_of_one_process(one, tmp_path, name, layout):
     todo, options = ALONE[name]
+    todo = altered(todo, {"gate_hidden": 3})  # gates that only NSA has
     learner, run = jax_learner(tmp_path, todo, layout, **options)
     pairs = itertools.pairwise(run.batches.train(i) for i in range(todo.training.steps + 1))
     with jax.numpy_dtype_promotion("standard"):  # JAX's own attention is not strict

@@ -44,7 +44,8 @@ class DenseAttention(nnx.Module):
 
     def __init__(self, spec: LayerSpec, *, dtype, implementation, rngs: nnx.Rngs):
         # This spec makes `project` compute one key and value for all branches, and no gates.
-        self.spec = dataclasses.replace(spec, kv="shared", gate="selected", phi="avg")
+        spec = dataclasses.replace(spec, gate="selected", gate_hidden=None, gate_bias=None)
+        self.spec = dataclasses.replace(spec, kv="shared", phi="avg")
         self.implementation = implementation
         groups = spec.n_kv_groups
         self.W_Q = _linear(spec.dim, spec.n_heads * spec.d_k, dtype, rngs)
