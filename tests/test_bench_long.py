@@ -32,16 +32,6 @@ def test_prefill(tmp_path, capsys):
     assert rows[0]["scaling"] == rows[0]["exponent"] == "" and f"31->40: {gain:.2f}x" in printed
 
 
-def test_the_loop_makes_ranges():
-    row = table("bench")["ranges"]
-    blocks = np.array(row["blocks"], np.int32)[None, :, None]
-    position = np.array([row["positions"]])
-    found = ranges.v1(blocks, position, CONFIG)
-    assert found[0, :, 0].tolist() == row["ranges"]
-    again = library.to_ranges(jnp.asarray(blocks), jnp.asarray(position), CONFIG)
-    np.testing.assert_array_equal(again, found)
-
-
 def test_ranges(tmp_path, capsys):
     status, found, table = run(ranges, tmp_path, SIZES, "--S_list=9,63 --B=2")
     assert status == 0

@@ -193,22 +193,3 @@ def test_call_jax_outputs_own_their_memory():
     fixed.fill_(-1), same.fill_(-1)
     assert constant.tolist() == list(range(16))
     assert tensor.tolist() == also.tolist() == [0] * 16
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return call_jax(lambda x: x**3, x)[0]
-
-    @staticmethod
-    def backward(ctx, gradient):
-        # The gradient of a sum is expanded, strides 0.
-        tensors = (*ctx.saved_tensors, gradient.contiguous())
-        return call_jax(lambda x, g: 3 * x**2 * g, *tensors)[0]
-
-
-def test_call_jax_and_gradients():
-    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    Cube.apply(x).backward(torch.ones(3))
-    assert x.grad.tolist() == [3, 12, 27]
