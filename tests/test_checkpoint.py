@@ -147,18 +147,6 @@ def test_an_average_of_two_kinds_is_no_checkpoint():
             layer.load_state_dict({**two, **one})
 
 
-@pytest.mark.parametrize("way", ["torch file", "jax file"])
-def test_hyper_parameters_of_a_file(way, tmp_path):
-    """Files with the kind as bytes have them, and they are compared."""
-    metadata = {weights.METADATA_KEY: json.dumps(in_torch(**FORMER).hyper_parameters())}
-    for options, message in (
-        (FORMER, "None"),
-        ({"phi": "mlp"}, "hyper-parameter gate must be"),
-    ):
-        *_, error = loaded(way, former_state(), tmp_path, metadata, **options)
-        assert message in str(error)
-
-
 @pytest.mark.parametrize("values", [[*b"none"], [*b'{"gate": "sigmoid"'], [float("inf")]])
 def test_a_kind_that_is_no_json(values):
     state = former_state() | {EXTRA_STATE: torch.tensor(values)}

@@ -23,6 +23,7 @@ from tests.context_worker import CASES, CONFIG, Case
 
 # The order of sums differs; relative to the largest entry.
 TOLERANCE = 2e-6
+SIZES = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, config=CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +208,6 @@ def test_the_last_queries_of_a_part_of_a_packed_row(name, start, end, monkeypatc
 @pytest.mark.parametrize("packed, kind, layout", worker.TABLE["layers"])
 def test_a_layer_of_jax_on_four_devices(packed, kind, layout):
     """Output and gradients of the weights are those of one device."""
-    sizes = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, config=CONFIG)
     x = jax.random.normal(jax.random.key(0), (2, 61, 16))
     ids = jnp.arange(61)[None] // jnp.array([[23], [61]]) if packed else None
     auto = (jax.sharding.AxisType.Auto,)
@@ -221,7 +221,7 @@ def test_a_layer_of_jax_on_four_devices(packed, kind, layout):
     found = {}
     for several in (False, True):
         options = {"context_axis": "context", **shard} if several else {}
-        layer = nsa_jax.nn.NSAAttention(**sizes, **kind, **options, rngs=nnx.Rngs(0))
+        layer = nsa_jax.nn.NSAAttention(**SIZES, **kind, **options, rngs=nnx.Rngs(0))
         graph, state = nnx.split(layer)
         local = lambda state, x, ids, graph=graph: nnx.merge(graph, state)(x, segment_ids=ids)[
             0
@@ -243,8 +243,7 @@ def test_a_layer_of_jax_on_four_devices(packed, kind, layout):
 
 
 def test_what_a_layer_of_jax_refuses_on_several_devices():
-    sizes = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, config=CONFIG)
-    layer = nsa_jax.nn.NSAAttention(**sizes, context_axis="context", rngs=nnx.Rngs(0))
+    layer = nsa_jax.nn.NSAAttention(**SIZES, context_axis="context", rngs=nnx.Rngs(0))
     x = jnp.zeros((1, 8, 16))
     with pytest.raises(ValueError, match="kv must be None if context_axis is given"):
         layer(x, layer.init_cache(1, 8))

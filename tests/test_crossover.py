@@ -126,18 +126,22 @@ def test_a_wrong_row_is_a_word_and_breaks_the_line():
     assert found.crossover == 8192 and "cuDNN" in drawing
 
 
+def page(rows):
+    return report.html(sources.Report("x", [], [("a:1", r) for r in rows], [], []), [])
+
+
 def test_no_chart_of_nothing_or_of_single_dots():
     some = sweep({1024: 2.0})
     alone = [r for r in sweep({1024: 2.0, 2048: 2.0}) if r.branch == "all"]
     failed = sweep({1024: None, 2048: None})
     for rows in ([], some, alone, failed):
         assert crossover.panels(rows, []) == {}
-        text = report.html(sources.Report("x", [], [("a:1", r) for r in rows], [], []), [])
+        text = page(rows)
         assert "From which length" not in text and 'class="answers"' not in text
     rows = [*sweep({1024: 0.5, 2048: 2.0}), *sweep({1024: 2.0}, mode="fwdbwd")]
     rows += [record("dense", "math", 9.0, S=2048)]
     (each,) = crossover.panels(rows, []).values()
-    text = report.html(sources.Report("x", [], [("a:1", r) for r in rows], [], []), [])
+    text = page(rows)
     drawing = text[text.index('class="answers"') : text.index("</section>")]
     assert drawing.count("<svg") == 1 and drawing.count('<figure class="none">') == 3
     assert "math" not in drawing, "one dot of a dense kernel is no line"

@@ -70,20 +70,21 @@ def test_fa2_shares_what_whole_sequences_alone_decide(branch, monkeypatch):
             assert [get(*case), get(*case)] == [1, 1]
 
 
+def slow_sevens():
+    torch.cuda._sleep(100_000_000)
+    return [torch.full((1 << 20,), 7, device="cuda")]
+
+
 @pytest.mark.gpu
 def test_another_stream_waits_for_the_maker():
     device, shared = torch.device("cuda"), Shared()
 
-    def make():
-        torch.cuda._sleep(100_000_000)
-        return [torch.full((1 << 20,), 7, device=device)]
-
     for round_number in range(3):
         maker, reader = torch.cuda.Stream(), torch.cuda.Stream()
         with torch.cuda.stream(maker):
-            shared.get(round_number, device, make)
+            shared.get(round_number, device, slow_sevens)
         with torch.cuda.stream(reader):
-            (x,) = shared.get(round_number, device, make)
+            (x,) = shared.get(round_number, device, slow_sevens)
             total = x.sum()
         reader.synchronize()
         assert int(total) == 7 << 20
@@ -152,8 +153,7 @@ def test_graphs_read_what_was_there():
     def get(key):
         def make():
             made.append(key)
-            torch.cuda._sleep(100_000_000)
-            return [torch.full((1 << 20,), 7, device=device)]
+            return slow_sevens()
 
         return shared.get(key, device, make)[0]
 
