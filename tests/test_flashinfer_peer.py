@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from bench import block_selection, decode
 from bench.harness import block_peers, flashinfer_peer
@@ -16,9 +17,8 @@ SIZES = 2, 2, 384, 128, 3  # sequences, key/value heads, tokens, tokens of a blo
 
 def attend(query, key, value):
     """Of `[H, D]` to `[keys, Hkv, D]`."""
-    groups = query.unflatten(0, (key.shape[1], -1))
-    weight = torch.einsum("hgd,khd->hgk", groups, key) * query.shape[-1] ** -0.5
-    return torch.einsum("hgk,khd->hgd", weight.softmax(-1), value).flatten(0, 1)
+    pair = (x.transpose(0, 1)[None] for x in (key, value))
+    return scaled_dot_product_attention(query[None, :, None], *pair, enable_gqa=True)[0, :, 0]
 
 
 class Wrapper:
@@ -74,12 +74,9 @@ def installed(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def arrays(heads=4):
+def arrays():
     make = torch.Generator().manual_seed(0)
-    batch, kv_heads, length = SIZES[:3]
-    return [
-        torch.randn(batch, n, length, 16, generator=make) for n in (heads, kv_heads, kv_heads)
-    ]
+    return [torch.randn(2, heads, 384, 16, generator=make) for heads in (4, 2, 2)]
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.9])
@@ -94,8 +91,9 @@ def test_attention_to_given_blocks(name, overlap, installed):
     at, place = torch.arange(384), torch.arange(244, 384)[:, None]
     seen = (lists[..., None] == at // 128).any(3) & (at <= place)
     how = {"attn_mask": seen.repeat_interleave(2, 1), "enable_gqa": True}
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, **how)
+    expected = scaled_dot_product_attention(query, key, value, **how)
     torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert block_peers.why_not(name, "cpu") == f"{name} has kernels only for GPUs"
 
 
 def test_lists_without_the_own_block():
@@ -108,12 +106,12 @@ def test_lists_without_the_own_block():
 
 @pytest.mark.parametrize("length", [61, 64, 150])
 def test_attention_to_a_cache(length, installed):
-    query, key, value = (x[:, :, :length].transpose(1, 2).contiguous() for x in arrays())
-    out = flashinfer_peer.cached(query[:, -1:], key, value)(query[:, -1:].contiguous())
-    expected = [attend(x[-1], y, z)[None] for x, y, z in zip(query, key, value, strict=True)]
-    torch.testing.assert_close(out, torch.stack(expected))
+    given = [x[:, :, :n] for x, n in zip(arrays(), (1, length, length), strict=True)]
+    expected = scaled_dot_product_attention(*given, enable_gqa=True).transpose(1, 2)
+    query, key, value = (x.transpose(1, 2).contiguous() for x in given)
+    torch.testing.assert_close(flashinfer_peer.cached(query, key, value)(query), expected)
     with pytest.raises(NotImplementedError, match="D = Dv, got D=16, Dv=8"):
-        flashinfer_peer.cached(query[:, -1:], key, value[..., :8])
+        flashinfer_peer.cached(query, key, value[..., :8])
 
 
 def test_a_row_of_decoding(installed, monkeypatch, tmp_path):
@@ -125,18 +123,10 @@ def test_a_row_of_decoding(installed, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "framework, platform, queries",
-    [("torch", "cuda", 1), ("torch", "cuda", 2), ("jax", "cuda", 1)],
+    "framework, queries, there, names",
+    [("torch", 1, True, 1), ("torch", 1, False, 0), ("torch", 2, True, 0), ("jax", 1, True, 0)],
 )
-def test_a_dense_name(framework, platform, queries, monkeypatch):
-    runner = types.SimpleNamespace(framework=framework, platform=platform)
-    monkeypatch.setattr(flashinfer_peer.importlib.util, "find_spec", lambda name: name)
-    own = ("flashinfer",) if (framework, queries) == ("torch", 1) else ()
-    assert flashinfer_peer.dense_names(runner, queries) == own
-    monkeypatch.setattr(flashinfer_peer.importlib.util, "find_spec", lambda name: None)
-    assert flashinfer_peer.dense_names(runner, queries) == ()
-
-
-def test_refused_on_a_cpu():
-    for name in flashinfer_peer.LISTED:
-        assert block_peers.why_not(name, "cpu") == f"{name} has kernels only for GPUs"
+def test_a_dense_name(framework, queries, there, names, monkeypatch):
+    runner = types.SimpleNamespace(framework=framework, platform="cuda")
+    monkeypatch.setattr(flashinfer_peer.importlib.util, "find_spec", lambda name: there)
+    assert flashinfer_peer.dense_names(runner, queries) == ("flashinfer",) * names

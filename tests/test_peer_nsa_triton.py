@@ -31,7 +31,8 @@ def asked(**changes):
 
 
 class StandIn:
-    """The functions of `native_sparse_attention.ops`, on sequences of one length.
+    """The functions of `native_sparse_attention.ops`, on sequences of one length. They have only
+    the arguments that are passed.
 
     Attributes:
       broken: which mutant it is, or nothing.
@@ -47,8 +48,8 @@ class StandIn:
         (length,) = set(cu_seqlens.diff().tolist())
         return x.unflatten(0, (-1, length))
 
-    def avgpool_compress(self, x, w, cu_seqlens, kernel_size, kernel_stride, pe=None):
-        assert w is None and pe is None
+    def avgpool_compress(self, x, w, cu_seqlens, kernel_size, kernel_stride):
+        assert w is None
         assert (kernel_size, kernel_stride) == (CONFIG.compress_block, CONFIG.compress_stride)
         found = functional.compress(self.by_sequence(x, cu_seqlens), config=CONFIG)
         if self.broken == "compress":
@@ -67,14 +68,13 @@ class StandIn:
         topk,
         cu_seqlens_q,
         cu_seqlens_k,
-        max_seqlen_q=None,
-        max_seqlen_k=None,
-        sm_scale=None,
-        init_blocks=1,
-        local_blocks=2,
-        parallel_topk_compute="auto",
+        max_seqlen_q,
+        max_seqlen_k,
+        *,
+        init_blocks,
+        local_blocks,
     ):
-        assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and sm_scale is None
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16
         assert k.shape == v.shape and q.shape[0] > k.shape[0]
         assert (kernel_size, kernel_stride) == (CONFIG.compress_block, CONFIG.compress_stride)
         query = self.by_sequence(q, cu_seqlens_q)
@@ -95,10 +95,8 @@ class StandIn:
         blocks = functional.select_blocks(query, key, config=config)
         return out, blocks.flatten(0, 1).transpose(0, 1).contiguous()
 
-    def topk_sparse_attention(
-        self, q, k, v, topk_idx, block_size, cu_seqlens, softmax_scale=None
-    ):
-        assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and softmax_scale is None
+    def topk_sparse_attention(self, q, k, v, topk_idx, block_size, cu_seqlens):
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16
         assert topk_idx.dtype == torch.int32 and block_size == CONFIG.select_block
         assert topk_idx.shape[:2] == (k.shape[1], q.shape[0]) and topk_idx.is_contiguous()
         filled = topk_idx >= 0  # it counts them and reads so many from the first on
