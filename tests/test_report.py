@@ -153,13 +153,6 @@ def test_thresholds_stand_with_their_evidence(build, tmp_path):
     assert "- runtime.fa2_min_len_win: never (7 rows, margin 1.25)" in report.markdown(found)
 
 
-def test_a_file_without_records_is_named(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("")
-    with pytest.raises(ValueError, match=f"{path} has no records"):
-        sources.read([path])
-
-
 def test_the_committed_records_make_a_report(tmp_path, monkeypatch):
     """All of them and the training logs, by the command; without plots, which are slow."""
     monkeypatch.setattr(plots, "plots", lambda rows, folder: [])

@@ -90,11 +90,6 @@ def test_waves(asked, tmp_path, monkeypatch):
     assert alive == [3, 3, 3, 2]
 
 
-def test_an_unknown_shape(tmp_path):
-    with pytest.raises(ValueError, match="the names are 64k; 64k, 192 and 128"):
-        run(f"--out={tmp_path / 'out'}", "--only=65k")
-
-
 def test_a_folder_that_has_results_stays(asked, tmp_path):
     out = tmp_path / "out"
     run(f"--out={out}", "--only=8k")
