@@ -1,6 +1,7 @@
 """What the ranks of `test_context` do; four processes are started once for all cases."""
 
 import dataclasses
+import functools
 import os
 import time
 from datetime import timedelta
@@ -129,15 +130,12 @@ def run(case: Case, x: dict, mesh: DeviceMesh | None = None) -> dict[str, torch.
         **chosen,
     )
     if case.checkpoint and mesh is not None:
-        attend = checkpointed(attend)
+        checkpoint = torch.utils.checkpoint.checkpoint
+        attend = functools.partial(checkpoint, attend, use_reentrant=False)
     out = attend(x["query"], x["gates"])
     out.backward(x["do"])
     found = {"out": out.detach(), "indices": indices, "k_cmp": compressed[0].detach()}
     return found | {f"d {name}": x[name].grad for name in NAMES if x[name].grad is not None}
-
-
-def checkpointed(call):
-    return lambda *x: torch.utils.checkpoint.checkpoint(call, *x, use_reentrant=False)
 
 
 def axes_of(name: str) -> tuple[int, int] | None:

@@ -94,14 +94,16 @@ def ran(monkeypatch, blocks):
 
 
 SMALLEST = Variant(2, 4, 2, 128)
-FEW = {"num_selected": 6, "window": 130}
+FEW = NSAConfig(num_selected=6, window=130)
 PAPER_SIZES = {"H": 16, "Hkv": 1, "D": 128, "Dv": 128, "dtype": "bfloat16", "separate": True}
 PAPER_SIZES |= {"config": NSAConfig()}
 STEPS, APPENDED = TABLE["mosaic steps"], TABLE["mosaic appended"]
 
 
-def few(H, Hkv, D, Dv, **rest):
-    return Sizes(**PAPER_SIZES | dict(H=H, Hkv=Hkv, D=D, Dv=Dv, config=NSAConfig(**FEW)) | rest)
+def few(**rest):
+    """A group of two heads."""
+    sizes = {"H": 2, "Hkv": 1, "D": 64, "Dv": 64, "config": FEW}
+    return Sizes(**PAPER_SIZES | sizes | rest)
 
 
 def step_of(row):
@@ -140,12 +142,12 @@ def test_steps(name, ran, blocks, monkeypatch):
 def test_copies_may_arrive_at_once(ran, monkeypatch):
     early = functools.partialmethod(ClusterWarps.__init__, late=False)
     monkeypatch.setattr(ClusterWarps, "__init__", early)
-    sizes = few(2, 1, 64, 64)
+    sizes = few()
     check(path_of(monkeypatch, sizes, [652]), decoding([652], 1), bound=5e-3)
 
 
 def test_the_same_bits_alone_and_with_another_capacity(ran, monkeypatch):
-    sizes, found = few(2, 1, 64, 64), []
+    sizes, found = few(), []
     for lengths, capacity, more in (([652, 300], 128, 2), ([652], 512, 40)):
         variant = dataclasses.replace(SMALLEST, capacity=capacity)
         rows, alone = Rows(sizes, [652, 300]), Rows(sizes, [652])
@@ -159,7 +161,7 @@ def test_values_in_fp8_may_be_small_or_large(ran, monkeypatch):
     """The output is as many times smaller or larger, to the bit; scales of a cache that someone
     filled may be negative. A length beyond the table is that of the table.
     """
-    sizes, turns = few(2, 1, 64, 64, fp8=True), decoding([640], 1)
+    sizes, turns = few(fp8=True), decoding([640], 1)
     rows, path = Rows(sizes, [640]), path_of(monkeypatch, sizes, [640], more=0)
     check(path, turns, rows, bound=5e-3)
     table = tables([640], sizes.config, path.pool, path.width)
@@ -180,7 +182,7 @@ def test_values_in_fp8_may_be_small_or_large(ran, monkeypatch):
 
 def test_a_token_without_a_page_is_not_put(ran, monkeypatch):
     """By an entry of no page, beyond the pool, beyond the table, or in a row of length 0."""
-    sizes, lengths = few(2, 1, 64, 64), [99, 119, 384, 64]
+    sizes, lengths = few(), [99, 119, 384, 64]
     path = path_of(monkeypatch, sizes, lengths)
     table = tables(lengths, sizes.config, path.pool, 6)
     table[3, 1] = path.pool - 1
@@ -192,7 +194,7 @@ def test_a_token_without_a_page_is_not_put(ran, monkeypatch):
 
 def test_jax_runs_a_step_on_pages_in_fp8(detectors):
     """The kernel of a step that appends nothing, by the public function."""
-    sizes = few(2, 1, 64, 64, separate=False, fp8=True)
+    sizes = few(separate=False, fp8=True)
     check(JaxPages(sizes, implementation="mosaic"), decoding([90], 1), bound=5e-3)
 
 
@@ -200,7 +202,7 @@ def test_jax_runs_a_step_on_pages_in_fp8(detectors):
 
 
 def test_steps_that_are_known_are_neither_checked_nor_decided_anew(ran, monkeypatch):
-    sizes = few(2, 1, 64, 64, separate=False)
+    sizes = few(separate=False)
     path, rows = path_of(monkeypatch, sizes, [80]), Rows(sizes, [80])
     checked = pretend.watched(monkeypatch, "checked_step")
     checked_tokens = pretend.watched(monkeypatch, "checked_tokens_of_step")
@@ -212,7 +214,7 @@ def test_steps_that_are_known_are_neither_checked_nor_decided_anew(ran, monkeypa
 @pytest.fixture
 def step(ran, monkeypatch):
     """What runs a step of two rows, which is known, with other arguments; and its path."""
-    sizes, lengths = few(2, 1, 64, 64, separate=False), [70, 30]
+    sizes, lengths = few(separate=False), [70, 30]
     path, rows = path_of(monkeypatch, sizes, lengths), Rows(sizes, lengths)
     turns = decoding(lengths, 1)
     check(path, turns, rows, bound=5e-3)
@@ -271,7 +273,7 @@ def test_without_the_kernel_the_tokens_are_appended_first(step, ran, monkeypatch
 @pytest.mark.parametrize("planned", [False, True], ids=["by the longest", "by runs"])
 def test_rows_of_different_few_tokens_are_one_launch(ran, monkeypatch, planned):
     """Each row's own stand at its end; what fills up the others is left out again."""
-    sizes, turn = few(2, 1, 64, 64), Turn([70, 61], [71, 64])
+    sizes, turn = few(), Turn([70, 61], [71, 64])
     path, rows = path_of(monkeypatch, sizes, [71, 64]), Rows(sizes, [71, 64])
     if planned:
         runs = nsa_torch.plan_runs([0, 1, 4], [71, 64], 64)

@@ -23,9 +23,9 @@ def in_jax(blocks, position, config):
 WAYS = (ranges.to_ranges, ranges.to_ranges_by_row, in_jax)
 
 
-def selected(length, n, first=0, seed=0):
+def selected(length, n, first=0):
     """Random blocks of `SMALL` that queries at `first` and later may see, some slots empty."""
-    drawn = np.random.default_rng(seed)
+    drawn = np.random.default_rng(0)
     position = np.broadcast_to(first + np.arange(length), (2, length))
     found = np.full((2, length, 3, n), -1, np.int32)
     for place in np.ndindex(found.shape[:3]):

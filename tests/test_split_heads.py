@@ -95,13 +95,10 @@ def test_heads_by_operators_of_torch(sizes, normed):
     found = heads.split(torch.from_numpy(product), torch.from_numpy(position), sizes, **turns)
     found = [x.detach() for x in listed(found)]
     for x, y in zip(found, expected(product, position, sizes, normed), strict=True):
-        np.testing.assert_allclose(x.numpy(), y, atol=tolerance(position))
+        # Of angles rounded to float32, for normal numbers.
+        bound = 4e-7 * (1 + position.max() / SCALE)
+        np.testing.assert_allclose(x.numpy(), y, atol=bound)
         assert x.is_contiguous()
-
-
-def tolerance(position):
-    """Of angles rounded to float32, for normal numbers."""
-    return 4e-7 * (1 + position.max() / SCALE)
 
 
 def one_row():

@@ -111,9 +111,10 @@ def test_fa2_gpu_varlen_is_deterministic_on_request():
         assert all(torch.equal(a, b) for a, b in zip(grads[0], again, strict=True))
 
 
-def test_a_layer_with_convolved_keys_equals_its_float32_form(device="cuda", low=torch.bfloat16):
+def test_a_layer_with_convolved_keys_equals_its_float32_form():
     """Whole rows with gradients, packed rows, and steps from a cache; all blocks are selected."""
     torch.manual_seed(0)
+    device, low = "cuda", torch.bfloat16
     sizes = dict(n_heads=12, n_kv_groups=2, d_k=64, d_v=64, gate="head", kv="shared")
     layer = NSAAttention(256, **sizes, n_sel=8, key_taps=3).to(device)
     torch.nn.init.normal_(layer.key_conv.weight, std=0.5)
