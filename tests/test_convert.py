@@ -30,7 +30,7 @@ from nsa_interop import weights
 from nsa_jax import nn
 from nsa_torch import heads
 from nsa_torch.huggingface import NSAForCausalLM, from_safetensors, to_safetensors
-from nsa_torch.huggingface.convert import STARTS, DifferentError, convert, main
+from nsa_torch.huggingface.convert import STARTS, convert, main
 from tests import refusals
 from tests.model_sizes import MODELS
 
@@ -344,8 +344,6 @@ def test_a_source_that_is_not_there(name, tmp_path, capsys):
 def test_a_check_that_finds_another_model_writes_nothing(source, tmp_path, capsys, monkeypatch):
     """As of a mapping with a fault, which is patched in."""
     monkeypatch.setattr("nsa_torch.huggingface.convert.pairs", lambda x, width: x)
-    with pytest.raises(DifferentError, match="logits of 64 tokens differ by"):
-        convert(source, tmp_path / "target", check=64, **NSA)
     assert main([str(source), str(tmp_path / "target"), "--check", "64", *SET]) == 1
     assert "nothing was written" in capsys.readouterr().err
     assert {x.name for x in tmp_path.iterdir()} == {"source"}

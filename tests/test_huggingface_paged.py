@@ -368,11 +368,7 @@ def test_what_is_refused():
             small(**{"batch_size": 2, "capacity": 44} | row.given())
     step = lambda: made(ids[:, :1], cache=cache)
     made(ids, cache=cache)
-    refused(
-        "cache must have capacity for 45 tokens, got 44", lambda: made(ids[:, :4], cache=cache)
-    )
     refused("of the 1 rows of the input, got batch_size=2", lambda: made(ids[:1], cache=cache))
-    refused(r"tokens_to_remove must be in -41\.\.0", lambda: cache.crop(-42))
     refused("model must be on one CUDA device, got cpu", lambda: StepGraph(made, cache))
     assert cache.lengths.tolist() == [41, 41]
     with torch.enable_grad():

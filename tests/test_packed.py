@@ -372,7 +372,7 @@ def test_what_follows_from_borders():
 
 def test_what_does_not_belong_together():
     inputs, numbers = leaves(), borders(BATCHES["documents"])
-    refused = lambda message, error=ValueError: pytest.raises(error, match=message)
+    refused = lambda message: pytest.raises(ValueError, match=message)
     meta = nsa_torch.varlen_metadata(numbers, total=T, config=SMALL)
     attend = lambda *inputs, **options: nsa_torch.attention(
         *inputs, **{"config": SMALL, "varlen": meta} | options
@@ -389,10 +389,6 @@ def test_what_does_not_belong_together():
     with refused("cu_seqlens must not be modified after varlen was made"):
         attend(*inputs)
     meta.update(numbers)
-    out = attend(*inputs)
-    meta.update(borders(BATCHES["full"]))
-    with refused("modified by an inplace operation", RuntimeError):
-        out.sum().backward()
     with refused("cu_seqlens must have max_sequences"):
         meta.update(torch.arange(10))
     # A refused one has changed nothing.

@@ -74,7 +74,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_jax_and_torch_agree_step_by_step_and_the_loss_falls(whole, attention):
+def test_train_smoke_falls_alike_in_jax_and_torch(whole, attention):
     (ours, jax), (theirs, torch) = (whole[framework, attention] for framework in FRAMEWORKS)
     assert len(jax) == TRAINING.steps and apart(jax, torch) < TOLERANCE
     assert apart([ours.held_out_loss], [theirs.held_out_loss]) < TOLERANCE
