@@ -16,7 +16,6 @@ from nsa_interop.dlpack import call_jax, release_finished, to_jax, to_torch
 
 from nsa_interop import dlpack
 from tests.limits import set_limits
-from tests.test_interop import Cube
 
 pytestmark = pytest.mark.gpu
 
@@ -199,6 +198,19 @@ def test_empty_misaligned_and_pinned_tensors():
 def test_devices_are_kept():
     outputs = call_jax(lambda x: (x + 1, jnp.zeros(3)), torch.ones(16))
     assert [output.device.type for output in outputs] == ["cpu", "cpu"]
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return call_jax(lambda x: x**3, x)[0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        # The gradient of a sum is expanded, strides 0.
+        tensors = (*ctx.saved_tensors, gradient.contiguous())
+        return call_jax(lambda x, g: 3 * x**2 * g, *tensors)[0]
 
 
 def test_gradient_on_a_side_stream():
