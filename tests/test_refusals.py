@@ -356,15 +356,7 @@ def test_a_refused_call_changes_nothing(call, kind):
     assert before.keys() == state(cache).keys() and before != state(cache)
 
 
-def test_an_unknown_name_of_a_config():
-    """The nearest field is proposed, that of a short name by its meaning."""
-    for name, field in {
-        "n_sel": "num_selected",
-        "w": "window",
-        "num_locals": "num_local",
-    }.items():
-        with pytest.raises(TypeError, match=f"^NSAConfig has no field '{name}'; pass {field}$"):
-            NSAConfig(**{name: 4})
+def test_names_of_the_seed_and_fields_of_a_config():
     seed = NSAConfig.from_seed(l=16, d=8, l_sel=32, n_sel=4, w=9)
     assert seed == NSAConfig(16, 8, 32, 4, window=9)
     with pytest.raises(ValueError, match=r"names must be in .* got 'block'"):

@@ -131,9 +131,6 @@ def with_norms(module):
     module.spec = dataclasses.replace(module.spec, qk_norm_eps=EPS)
 
 
-plain = outcome
-
-
 def under_autocast(module, x):
     with torch.autocast("cpu", torch.bfloat16):
         return outcome(module, x)
@@ -156,8 +153,8 @@ def compiled(module, x):
 
 
 # How a layer runs, what is changed of it, and its gate.
-GRADIENTS = [(plain, x, "head") for x in (frozen, biased_alike, with_norms)]
-GRADIENTS += [(x, None, "sigmoid") for x in (plain, under_autocast, checkpointed)]
+GRADIENTS = [(outcome, x, "head") for x in (frozen, biased_alike, with_norms)]
+GRADIENTS += [(x, None, "sigmoid") for x in (outcome, under_autocast, checkpointed)]
 GRADIENTS += [(under_autocast, with_norms, "head"), (checkpointed, frozen, "head")]
 GRADIENTS += [(compiled, with_norms, "head"), (compiled, frozen, "sigmoid")]
 
@@ -208,12 +205,11 @@ def biased(module):
     module.W_K_sel = nn.Linear(24, 16)
 
 
-def hooked(module):
-    module.W_V_win.register_forward_hook(lambda layer, args, out: 2 * out)
+def hooked(module, name="W_V_win"):
+    getattr(module, name).register_forward_hook(lambda layer, args, out: 2 * out)
 
 
-def gate_hooked(module):
-    module.gate.register_forward_hook(lambda layer, args, out: 2 * out)
+gate_hooked = functools.partial(hooked, name="gate")
 
 
 def wrapped(module):
