@@ -58,8 +58,8 @@ class Package(NamedTuple):
     notes: Mapping[str, str]  # a note for each branch that the package supports
     why_not: Callable[[Problem, str], str | None]
     attend_selected: Callable[..., Any]
-    attend_compressed: Callable[..., Any] | None = None
-    compress: Callable[..., Any] | None = None
+    attend_compressed: Any = None  # for branches other than `selected`, as the next
+    compress: Any = None
 
 
 def package_why_not(package: str, problem: Problem, source: str = "") -> str | None:
