@@ -2,6 +2,7 @@
 
 import collections
 import ctypes
+import functools
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from nsa_core.plan import kernels
 from nsa_jax import ffi, xla_call
 from nsa_torch import NSAConfig
 from tests import pretend
+from tests.jaxprs import layer_types
 from tests.limits import set_limits
 from tests.problems import TABLE
 from tests.tables import table
@@ -103,10 +105,8 @@ def hopper(monkeypatch):
 
 def layer(length, heads=4, kv_heads=2, width=32):
     """Types of query, key, value, gates and compressed tokens."""
-    shapes = (heads, width), (kv_heads, width), (kv_heads, width), (heads, 3)
-    found = [(length, *x) for x in shapes]
-    found += [(CONFIG.num_compressed(length), kv_heads, width)] * 2
-    return [jax.ShapeDtypeStruct((1, *x), jnp.bfloat16) for x in found]
+    of = functools.partial(layer_types, 1, heads=heads, kv_heads=kv_heads, width=width)
+    return [*of(length), *of(CONFIG.num_compressed(length))[1:3]]
 
 
 def program(*arrays):

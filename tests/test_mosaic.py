@@ -24,7 +24,7 @@ from nsa_core.steps import mosaic_gather
 from nsa_jax.dispatch import REGISTRY
 from tests import pretend, refusals
 from tests.devices import on_hopper
-from tests.jaxprs import equations
+from tests.jaxprs import equations, layer_types
 from tests.limits import set_limits
 from tests.paths import of_jax, steps_of_jax, to_jax
 from tests.posed import pose
@@ -104,8 +104,7 @@ def test_shard_map_over_batch_and_heads(name, monkeypatch):
     specs = (*[spec] * 4, PartitionSpec("batch"))
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=spec)
     loss = lambda *x: sharded(*x).astype(jnp.float32).sum()
-    shapes = (heads, width), (kv_heads, width), (kv_heads, width), (heads, 3)
-    arrays = [jax.ShapeDtypeStruct((2, length, *x), jnp.bfloat16) for x in shapes]
+    arrays = layer_types(2, length, heads=heads, kv_heads=kv_heads, width=width)
     gradients = loss if name == "e4m3" else jax.grad(loss, (0, 1, 2, 3))
     traced = jax.jit(gradients).trace(*arrays, option)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -135,8 +134,7 @@ def test_nothing_is_larger_than_the_output(implementation, monkeypatch):
     pretend.jax_gpu(monkeypatch)
     set_limits(monkeypatch, jax_chunk_bytes=2**20)
     length = 2048
-    shapes = (16, 64), (4, 64), (4, 64), (16, 3)
-    given = [jax.ShapeDtypeStruct((1, length, *x), jnp.bfloat16) for x in shapes]
+    given = layer_types(1, length, heads=16, kv_heads=4, width=64)
     attend = functools.partial(nsa_jax.attention, config=PAPER, implementation=implementation)
     jaxpr = jax.make_jaxpr(attend)(*given)
     found = list(equations(jaxpr.jaxpr))

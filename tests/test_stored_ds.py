@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,7 @@ from nsa_torch import plans
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import paths, planned, pretend
 from tests.devices import on_hopper
+from tests.jaxprs import layer_types
 from tests.limits import forget, set_limits
 from tests.problems import CASES, PAPER, array, problem
 from tests.tables import table
@@ -128,16 +128,14 @@ def test_jax_has_one_ds_chunk_at_a_time(monkeypatch):
     pretend.jax_gpu(monkeypatch, ffi_serves=lambda kernel: bool(kernel.source))
     monkeypatch.setattr(ffi, "TARGET", "test_stored_ds")  # never run
     jax.ffi.register_ffi_target(ffi.TARGET, jax.ffi.pycapsule(HANDLER), platform="cpu")
-    length, heads, kv_heads, width = 4096, 64, 4, 128
-
+    length = 4096
     attend = functools.partial(nsa_jax.attention, config=PAPER, implementation="mosaic")
 
     def gradients(do, *arrays):
         return jax.vjp(attend, *arrays)[1](do)
 
-    shapes = [(heads, width), (heads, width), (kv_heads, width), (kv_heads, width), (heads, 3)]
-    arrays = [jax.ShapeDtypeStruct((1, length, *x), jnp.bfloat16) for x in shapes]
-    memory = jax.jit(gradients).lower(*arrays).compile().memory_analysis()
+    arrays = layer_types(1, length, heads=64, kv_heads=4, width=128)
+    memory = jax.jit(gradients).lower(arrays[0], *arrays).compile().memory_analysis()
     ds_chunk = length * PAPER.num_selected * 16 * 64 * 2
     assert ds_chunk < memory.temp_size_in_bytes < 2 * ds_chunk
 

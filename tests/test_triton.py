@@ -23,6 +23,7 @@ from nsa_jax.jax_ops import compiled_for
 from nsa_torch import NSAConfig, dispatch
 from tests import interpreted_triton, posed, pretend, problems, refusals
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+from tests.jaxprs import layer_types
 from tests.limits import set_limits
 from tests.oracles.nsa import BRANCHES
 from tests.paths import named, negated, same, steps_of_jax, steps_of_torch
@@ -252,8 +253,7 @@ def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
     options = {"config": SMALL, "implementation": "triton"}
     loss = lambda *x: nsa_jax.attention(*x, **options).astype(jnp.float32).sum()
     gradients = jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2, 3))))
-    shapes = (4, 16), (2, 16), (2, 16), (4, 3)
-    arrays = [jax.ShapeDtypeStruct((2, 1, 64, *x), jnp.bfloat16) for x in shapes]
+    arrays = layer_types(2, 1, 64, heads=4, kv_heads=2, width=16)
     with compiled_for((8, 0)):
         lowered = gradients.trace(*arrays).lower(lowering_platforms=("cuda",))
     # Forward: 3 branches, a block list, scores, the sum. Backward: delta, the block list again,
