@@ -1,8 +1,6 @@
 """The lines that a call writes about itself: what they say is so, and off means off."""
 
 import logging
-import os
-import subprocess
 import sys
 
 import jax
@@ -13,8 +11,8 @@ import torch
 
 import nsa_jax
 import nsa_torch
-from bench.harness.process import ROOT
 from nsa_core import debug
+from tests import spawned
 from tests.limits import set_limits
 from tests.problems import SMALL
 
@@ -164,13 +162,12 @@ def test_each_event_has_its_limit(arrays, lines):
 
 
 def test_the_flag_of_the_commands(tmp_path):
-    command = [sys.executable, "-m", "bench.compare", "--preset=tiny", "--framework=torch"]
+    command = ["-m", "bench.compare", "--preset=tiny", "--framework=torch"]
     command += ["--seq_len=64", "--branch=sliding", "--sliding_kernel=sdpa", "--row_seconds=0"]
 
     def run(*flags):
-        given = {"cwd": ROOT, "capture_output": True, "text": True}
-        environ = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        return subprocess.run([*command, *flags], env=environ, **given)
+        on_a_cpu = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        return spawned.python(*command, *flags, **on_a_cpu)
 
     done = run("--log=routing,timing", "--log_limit=2", f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr

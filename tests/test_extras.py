@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from bench.harness.process import ROOT
+from tests import spawned
 from tests.clean_environments import (
     ENVIRONMENTS,
     NO_JAX,
@@ -48,9 +49,7 @@ sys.meta_path[place] = Hidden
 
 def run(code: str, hidden: tuple[str, ...], folder: Path = ROOT) -> subprocess.CompletedProcess:
     code = HIDE.format(hidden=set(hidden) or "()") + code
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True
-    )
+    return spawned.python("-c", code, folder=folder)
 
 
 @pytest.mark.parametrize("name", ["base", "jax", "torch"])
@@ -222,10 +221,5 @@ def test_a_project_with_packages_called_as_ours(installed, tmp_path, uses, first
     # No site: its .pth files would bring the checkout.
     paths = [str(installed), *(x for x in sys.path if x.endswith("site-packages"))]
     head = f"import sys\nsys.path += {paths}\n"
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", head + code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = spawned.python("-I", "-S", "-c", head + code, folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,9 +1,6 @@
 """What the Hugging Face model stands on in transformers: what broke, and where to mend it."""
 
 import inspect
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModel, NSAModelCache, NSAPagedModelCache
+from tests import spawned
 from tests.model_sizes import CACHE, MODELS
 from tests.test_huggingface import model, tokens
 
@@ -95,9 +93,8 @@ def test_a_program_that_never_names_us(tmp_path):
     folders = tmp_path / "saved", tmp_path / "again"
     made, ids = model(), torch.arange(1, 42)[None]
     made.save_pretrained(folders[0])
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", EVALUATION, *map(str, folders)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    modules = str(tmp_path / "modules")
+    done = spawned.python("-c", EVALUATION, *folders, HF_MODULES_CACHE=modules)
     assert done.returncode == 0, done.stderr
     base, whole = (line.split() for line in done.stdout.splitlines())
     assert (base[0], whole[0]) == ("NSAModel", "NSAForCausalLM")

@@ -8,9 +8,6 @@ import ctypes
 import functools
 import importlib.metadata
 import itertools
-import os
-import subprocess
-import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +24,7 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.runtime import build_child
 from kernels_pallas.runtime.lowering import lower
 from nsa_interop import launch as module
-from tests import cross_compile, pretend
+from tests import cross_compile, pretend, spawned
 from tests.runtime_kernels import Copy, copy
 
 N = 4096
@@ -335,9 +332,6 @@ def test_a_launch_starts_no_jax_client_and_stands_beside_one():
 
 
 def _run_on_gpu(script):
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        check=True,
-        cwd=cross_compile.ROOT,
-        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-    )
+    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = spawned.python("-c", textwrap.dedent(script), **variables)
+    assert not done.returncode, done.stderr

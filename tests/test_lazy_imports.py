@@ -3,8 +3,6 @@
 import importlib
 import pickle
 import pkgutil
-import subprocess
-import sys
 
 import pytest
 
@@ -13,6 +11,7 @@ import nsa_jax
 import nsa_torch
 from nsa_core.layer import LayerSpec
 from nsa_jax import Branches, MLPParams, NSAConfig, PoolParams
+from tests import spawned
 
 # What torch shares with JAX, and a process without either must be able to import.
 NEUTRAL = (
@@ -113,7 +112,7 @@ torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
     ],
 )
 def test_imports(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = spawned.python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

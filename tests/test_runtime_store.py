@@ -17,7 +17,7 @@ from kernels_pallas.kernel import LENGTHS
 from kernels_pallas.runtime import store as module
 from kernels_pallas.runtime.store import Store, key_of
 from nsa_interop import build as command
-from tests import pretend
+from tests import pretend, spawned
 from tests.cross_compile import ROOT
 from tests.limits import set_limits
 from tests.runtime_samples import built_of, kernel
@@ -122,8 +122,8 @@ def test_a_change_of_any_source_changes_the_key(tmp_path):
     presets = ("paper", "seed")
     kernels = [x for name in presets for x in command.kernels_of(name, True, LENGTHS[:1])]
     places = {place.partition(":")[0] for x in kernels for place in (x.source, x.body)}
-    words = [sys.executable, "-c", IMPORTED, "kernels_pallas.runtime.build_child", *places]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = spawned.python("-c", IMPORTED, "kernels_pallas.runtime.build_child", *places)
+    assert not done.returncode, done.stderr
     files = {(ROOT / x).relative_to(ROOT / "kernels_pallas") for x in done.stdout.split()}
     assert len(files) > 40
     for path in (Path("runtime/recorder.c"), *files):
