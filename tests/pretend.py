@@ -16,6 +16,7 @@ from kernels_pallas.runtime import store
 from kernels_pallas.triton import capability
 from nsa_core import policy
 from nsa_jax import ffi
+from nsa_jax.jax_ops import compiled_for
 from tests.tables import table
 
 
@@ -40,6 +41,13 @@ def jax_gpu(monkeypatch, capability=(9, 0), **answers):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     asked_again(monkeypatch, ffi, "_is_hopper")
     machine(monkeypatch, jax_capability=capability, jax_device_name="a GPU", **answers)
+
+
+def triton_launches(function, *arrays, capability=(9, 0)):
+    """How many kernels JAX would launch, from a program that it lowers for a GPU."""
+    with compiled_for(capability):
+        lowered = function.trace(*arrays).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("@triton_kernel_call")
 
 
 def no_module(monkeypatch, *names):

@@ -16,7 +16,6 @@ import nsa_jax
 import nsa_torch
 from bench.harness import timing
 from bench.judge.parity import assert_parity
-from nsa_jax.jax_ops import compiled_for
 from tests import pretend
 from tests.interpreted_triton import DEVICE, INTERPRETED
 from tests.limits import set_limits
@@ -301,10 +300,8 @@ def test_jax_kernels_are_lowered(function, name, count, monkeypatch):
     on = {"jax_runs_blocks_on": "triton", "jax_runs_lists_on": "triton"}
     pretend.machine(monkeypatch, jax_capability=(9, 0), **on)
     set_limits(monkeypatch, index_loss_tiles=lambda *_: (16, 4, 1))  # compile fast
-    whole, *arrays = program_of(function, replace(ROWS[function][name][0], dtype="bfloat16"))
-    with compiled_for((9, 0)):
-        lowered = whole.trace(*arrays).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("@triton_kernel_call") == count
+    given = program_of(function, replace(ROWS[function][name][0], dtype="bfloat16"))
+    assert pretend.triton_launches(*given) == count
 
 
 OF_JAX = World("jax")

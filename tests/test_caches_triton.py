@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import nsa_jax
-from nsa_jax.jax_ops import compiled_for
 from nsa_torch import NSAConfig, paged_attend
 from tests import interpreted_triton, pretend, refusals, triton_compile
 from tests.caches import (
@@ -180,6 +179,4 @@ def test_jax_lowers_a_decode_step(monkeypatch):
     query, gates = (jnp.zeros((2, 16, width), jnp.bfloat16) for width in (32, 3))
     given = query, gates, cache, jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)
     step = jax.jit(functools.partial(nsa_jax.paged_attention, implementation="triton"))
-    with compiled_for((9, 0)):
-        lowered = step.trace(*given).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("@triton_kernel_call") == 2
+    assert pretend.triton_launches(step, *given) == 2

@@ -169,9 +169,15 @@ def test_kernels_fit_the_chip(name, backward):
     assert not bad, bad
 
 
+def on_pages(heads):
+    widths = {"key_width": 128, "value_width": 128, "dtype": "bfloat16"}
+    return mosaic_forward.selected_on_pages(
+        heads=heads, kv_heads=4, **widths, config=NSAConfig()
+    )
+
+
 def build_on_pages():
-    heads = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
-    made = mosaic_forward.selected_on_pages(**heads, dtype="bfloat16", config=NSAConfig())
+    made = on_pages(64)
     assert made is not None
     return made
 
@@ -180,9 +186,7 @@ def test_keys_in_pages_fit_the_chip():
     """As those in order: three CTAs on an SM."""
     (report,) = compile_report([(f"{__name__}:build_on_pages", {})])
     assert not excess(report, SHAPES["paper"])
-    others = {"heads": 32, "kv_heads": 4, "key_width": 128, "value_width": 128}
-    others |= {"dtype": "bfloat16", "config": NSAConfig()}
-    assert mosaic_forward.selected_on_pages(**others) is None  # 8 heads a group: gathered
+    assert on_pages(32) is None  # 8 heads a group: gathered
 
 
 # Bytes a thread, stored and loaded once a work item.

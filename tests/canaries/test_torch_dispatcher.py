@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch._C._functorch import TransformType, is_functorch_wrapped_tensor, unwrap_if_dead
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_torch.plain import constant, has_hooks, is_last_pass, plain, under_transforms
 from tests.canaries import canary
+from tests.torch_sizes import Sizes
 
 OPERATORS, PLAIN = "nsa_torch/operators.py", "nsa_torch/plain.py and checks.py"
 RELEASE = "nsa_torch/plain.py"
@@ -50,16 +49,6 @@ def test_the_compiler_is_told_of_a_constant_as_torch_does_it():
         assert vars(constant(lambda: 1)) == vars(told)
 
 
-class Seen(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_what_sees_a_call_is_seen():
     """Where the dispatcher would do more than find the function, a call is not plain."""
@@ -71,9 +60,9 @@ def test_what_sees_a_call_is_seen():
 
     with canary("torch", "hides modes or transforms from a call", PLAIN):
         look("nothing", x)
-        with Seen():
+        with Sizes():
             look("dispatch mode", x)
-        with Functions():
+        with torch.device("cpu"):
             look("function mode", x)
         torch.func.grad(lambda y: look("transform", y))(x)
         with torch.autograd.forward_ad.dual_level():
