@@ -1,5 +1,6 @@
 """What is told of the first calls of an installed wheel; on a GPU, the calls themselves."""
 
+import contextlib
 import sys
 
 import pytest
@@ -50,10 +51,18 @@ def zeros(kernel, *tensors):
     return [torch.zeros(x.shape, dtype=getattr(torch, x.dtype)) for x in kernel.outputs]
 
 
+@contextlib.contextmanager
+def of_a_wheel(preset, monkeypatch):
+    """The kernels that run within, without computing; a wheel has each."""
+    there = {key(kernel) for kernel in build.kernels_of(preset, True)}
+    with capability.interpreted(True), on_the_cpu(monkeypatch, zeros) as ran:
+        yield ran
+    assert not [kernel.name for kernel in ran if key(kernel) not in there]
+
+
 @pytest.mark.parametrize("preset", ["seed", "smallgroup"])
 def test_a_wheel_has_what_a_layer_runs_with_a_cache_too(preset, monkeypatch):
-    """Forward, backward, a prompt, a token: no kernel computes here."""
-    there = {key(kernel) for kernel in build.kernels_of(preset, True)}
+    """Forward, backward, a prompt, a token."""
     layer = build.layer_of(preset)
     config = NSAConfig(**layer["config"])
     windows = config.compress_block, config.compress_stride, config.select_block
@@ -61,21 +70,18 @@ def test_a_wheel_has_what_a_layer_runs_with_a_cache_too(preset, monkeypatch):
     rest = *windows, config.num_selected, config.window
     options = {"dtype": torch.bfloat16, "implementation": "mosaic"}
     x = torch.randn(1, 200, 32, dtype=torch.bfloat16)
-
-    with capability.interpreted(True), on_the_cpu(monkeypatch, zeros) as ran:
+    with of_a_wheel(preset, monkeypatch) as ran:
         made = nsa_torch.NSAAttention(32, *sizes, *rest, **options)
         made(x)[0].sum().backward()
         with torch.no_grad():
             _, cache = made(x, made.init_cache(batch=1, capacity=201))
             made(x[:, :1], cache, prefill=False)
     assert len(ran) > 20
-    assert not [kernel.name for kernel in ran if key(kernel) not in there]
 
 
 @pytest.mark.parametrize("preset", build.PRESETS)
 def test_a_wheel_has_what_a_chunk_on_pages_runs(preset, monkeypatch):
     """In groups above 8 heads, the selected branch reads its keys from pages."""
-    there = {key(kernel) for kernel in build.kernels_of(preset, True)}
     layer = build.layer_of(preset)
     heads, kv_heads = layer["heads"], layer["kv_heads"]
     widths = layer["key_width"], layer["value_width"]
@@ -84,11 +90,10 @@ def test_a_wheel_has_what_a_chunk_on_pages_runs(preset, monkeypatch):
     gates = torch.rand(100, heads, 3, dtype=torch.bfloat16)
     at = torch.arange(4).int()[None], *(torch.tensor(x).int() for x in ([200], [0, 100]))
     runs = nsa_torch.plan_runs([0, 100], [200], cache.config.select_block)
-    with capability.interpreted(True), on_the_cpu(monkeypatch, zeros) as ran:
+    with of_a_wheel(preset, monkeypatch) as ran:
         nsa_torch.paged_attention(query, gates, cache, *at, runs=runs, implementation="mosaic")
     pages = [x.spec.pages for x in ran if x.name == "selected_forward"]
     assert pages == [4 if heads // kv_heads > 8 else 0]
-    assert not [kernel.name for kernel in ran if key(kernel) not in there]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -77,7 +77,7 @@ def test_vmap_equals_a_loop_bit_by_bit(interpreted):
     mapped = jax.jit(jax.vmap(both))(queries)
     for i in (0, 1):
         for many, one in zip(mapped, both(queries[i]), strict=True):
-            np.testing.assert_array_equal(np.asarray(many[i]), np.asarray(one))
+            np.testing.assert_array_equal(many[i], one)
 
 
 @pytest.mark.parametrize("name", TABLE["over devices"])
@@ -240,7 +240,7 @@ def test_automatic_choice_takes_the_kernels():
     plan = nsa_jax.explain(query, key, value)
     assert [choice.implementation for choice in plan] == ["mosaic"] * 4
     attend = lambda name: nsa_jax.attention(query, key, value, gates, implementation=name)
-    np.testing.assert_array_equal(*(np.asarray(attend(name)) for name in (None, "mosaic")))
+    np.testing.assert_array_equal(attend(None), attend("mosaic"))
 
 
 @on_hopper
@@ -251,10 +251,10 @@ def test_vmap_and_shard_map_change_nothing_on_a_gpu():
     spec, devices = PartitionSpec("batch", None, "heads"), np.array(jax.devices()[:1])
     mesh = Mesh(devices.reshape(1, 1), ("batch", "heads"))
     sharded = jax.shard_map(whole, mesh=mesh, in_specs=spec, out_specs=spec)
-    want = np.asarray(jax.jit(whole)(*arrays))
-    np.testing.assert_array_equal(np.asarray(jax.jit(sharded)(*arrays)), want)
+    want = jax.jit(whole)(*arrays)
+    np.testing.assert_array_equal(jax.jit(sharded)(*arrays), want)
     mapped = jax.jit(jax.vmap(whole))(*(x[:, None] for x in arrays))
-    np.testing.assert_array_equal(np.asarray(mapped)[:, 0], want)
+    np.testing.assert_array_equal(mapped[:, 0], want)
 
 
 @on_hopper
@@ -293,7 +293,7 @@ def test_offsets_above_31_bits():
             large, jax.tree.leaves(jax.jit(plain)(tail, *arrays)), strict=True
         ):
             if got.dtype == np.int32:
-                np.testing.assert_array_equal(got, np.asarray(want))
+                np.testing.assert_array_equal(got, want)
                 continue
             got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
             np.testing.assert_allclose(got, want, atol=4 * 2.0**-8 * abs(want).max())
@@ -307,4 +307,4 @@ def test_a_custom_call_gives_the_bits_of_kernels_of_one_length(documents, monkey
     once = of_jax(p, "mosaic")
     pretend.machine(monkeypatch, ffi_serves=False)
     for x, y in zip(once.values(), of_jax(p, "mosaic").values(), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        np.testing.assert_array_equal(x, y)

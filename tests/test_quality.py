@@ -221,7 +221,6 @@ def test_the_best_head_is_chosen_by_other_rows():
     heads = np.zeros((1, 2, 2, 2))
     heads[0, 0, 0, 0] = heads[0, 1, 1, 0] = 0.5
     assert measures.found_by_best(heads) == (0, 0)
-    assert heads[..., 0].max() == 0.5
 
 
 def lines(
