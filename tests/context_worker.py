@@ -188,9 +188,9 @@ def several(case: Case, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     return found
 
 
-def plain(mesh, x: dict, **options):
+def plain(mesh, x: dict, config=CONFIG, **options):
     arguments = (x["query"], x["key"][0], x["value"][0], x["gates"])
-    return nsa_torch.attention(*arguments, config=CONFIG, context_mesh=mesh, **options)
+    return nsa_torch.attention(*arguments, config=config, context_mesh=mesh, **options)
 
 
 def cut(x: dict, count: int) -> dict:
@@ -240,6 +240,7 @@ def bad_input(mesh: DeviceMesh) -> dict[str, str]:
         "device": lambda: plain(mesh, each(lambda t: t.to("meta"))),
         "axes": lambda: plain(square, x),
         "mesh": lambda: plain(mesh.get_group(), x),
+        "8 bits": lambda: plain(mesh, x, NSAConfig(compute_dtype="float8_e4m3")),
         "second derivative": lambda: twice_differentiated(
             lambda t: plain(mesh, x | {"query": t}), query
         ),

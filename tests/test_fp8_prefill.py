@@ -3,7 +3,6 @@
 The bounds of errors are those of a model that rounds what the kernels round (`oracles/fp8.py`).
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,8 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import nsa_jax
 import nsa_torch
@@ -124,19 +121,10 @@ def gradient(interpreted=capability.interpreted):
         jax.grad(lambda query: run(query, *rest).astype("float32").sum())(query)
 
 
-def on_ranks():
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch.distributed.destroy_process_group)
-        mesh = init_device_mesh("cpu", (1,))
-        nsa_torch.attention(*problem(CASE).leaves, config=PAPER, context_mesh=mesh)
-
-
 KERNELS = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128, "scale": None}
 KERNELS |= {"dtype": "bfloat16", "config": PAPER}
 REFUSED = [
     (gradient, "no gradient"),
-    (on_ranks, "context parallelism computes in the dtype of the query"),
     (
         lambda: kernels_of_layer([4096], gradients=True, **KERNELS),
         "no gradient; leave compute_dtype out",
@@ -144,7 +132,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
 @pytest.mark.parametrize(("call", "said"), REFUSED)
 def test_what_refuses_it(call, said):
     with pytest.raises((ValueError, NotImplementedError), match=said):
