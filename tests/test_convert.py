@@ -263,17 +263,21 @@ def source(folders, tmp_path):
     return shutil.copytree(folders("qwen2")[0], tmp_path / "source")
 
 
+def contents(folder):
+    return {x: x.read_bytes() for x in folder.rglob("*") if x.is_file()}
+
+
 @pytest.mark.parametrize("row, sentence, error", refusals.rows("conversion"), ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_refused_leaves_nothing_behind(row, sentence, error, source, tmp_path):
     options = refusals.given(row)
     for name in DAMAGE.keys() & options:
         DAMAGE[name](source, options.pop(name))
-    before = {x: x.read_bytes() for x in source.rglob("*") if x.is_file()}
+    before = contents(source)
     with pytest.raises((error, OSError), match=refusals.words(sentence)):
         convert(source, tmp_path / "made" / "target", **NSA | options)
     assert not (tmp_path / "made").exists()
-    assert before == {x: x.read_bytes() for x in source.rglob("*") if x.is_file()}
+    assert before == contents(source)
 
 
 def test_a_tied_head_in_the_files_is_left_out(source, tmp_path):

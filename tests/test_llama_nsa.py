@@ -17,6 +17,7 @@ from tests.oracles import nsa
 SIZES = MODELS["llama nsa"]
 BLOCK, PLACES, WINDOW = (SIZES[x] for x in ("block_size", "block_counts", "window_size"))
 HEADS, KV_HEADS, WIDTH = SIZES["num_attention_heads"], 2, SIZES["head_dim"]
+by_selection = pytest.mark.parametrize("selection", ["exact", "trained"])
 CONFIG = NSAConfig(BLOCK, BLOCK, BLOCK, PLACES, 0, 1, WINDOW)
 
 
@@ -73,7 +74,7 @@ def attention_by_loops(layer, x, selection):
 
 @torch.no_grad()
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("selection", ["exact", "trained"])
+@by_selection
 def test_a_layer_is_the_loops(selection, ties):
     """Of equal scores the lower block; half the places are the last chunk's."""
     made, seen = model(selection), {}
@@ -92,7 +93,7 @@ def test_a_layer_is_the_loops(selection, ties):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("selection", ["exact", "trained"])
+@by_selection
 def test_cached_is_uncached(selection):
     made, ids = model(selection), torch.arange(47)[None] * 7 % 40
     want = made(ids).logits
@@ -107,7 +108,7 @@ def test_cached_is_uncached(selection):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("selection", ["exact", "trained"])
+@by_selection
 def test_packed_is_apart(selection):
     made, ids, ends = model(selection), torch.arange(59)[None] * 7 % 40, [21, 1, 37]
     want = torch.cat([made(x).logits for x in ids.split(ends, dim=1)], dim=1)
@@ -167,7 +168,7 @@ def test_bad_configurations(row):
         LlamaNSAConfig(**SIZES | row.changes)
 
 
-@pytest.mark.parametrize("selection", ["exact", "trained"])
+@by_selection
 @refusals.by_row("call of llama-nsa")
 def test_bad_calls(row, selection):
     given = {"input_ids": torch.arange(12)[None]} | row.given()

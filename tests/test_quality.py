@@ -20,7 +20,8 @@ from tests.test_train import task
 
 WINDOW, WIDTH = 40, 400
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=6, w=WINDOW)
-CONFIG = LayerSpec(dim=8, n_heads=1, n_kv_groups=1, d_k=8, d_v=8, **SIZES).config
+small = functools.partial(LayerSpec, 8, 1, 1, 8, 8)
+CONFIG = small(**SIZES).config
 
 
 def rows(count=50, seed=0):
@@ -101,9 +102,8 @@ def test_what_a_reader_gains():
     subject = np.arange(20)[:, None] % 5
     tokens = subject * 50 + np.random.default_rng(0).integers(0, 50, (20, WIDTH))
     held_out = [Batch(x[None]) for x in tokens]
-    layer = LayerSpec(dim=8, n_heads=1, n_kv_groups=1, d_k=8, d_v=8, w=WINDOW)
     known, unknown = 1 * (PASSAGE - 4) / PASSAGE, 3 * 4 / PASSAGE
-    found = measures.copies(Reads(), held_out, layer, (0,), True)
+    found = measures.copies(Reads(), held_out, small(w=WINDOW), (0,), True)
     assert found["recall_gain"] == pytest.approx(5 - known - unknown, abs=0.01)
     assert found["copied_gain"] == pytest.approx(3 - known - unknown, abs=0.01)
     assert found["copied_at"] == pytest.approx(

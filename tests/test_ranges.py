@@ -21,6 +21,7 @@ def in_jax(blocks, position, config):
 
 
 WAYS = (ranges.to_ranges, ranges.to_ranges_by_row, in_jax)
+by_way = pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
 
 
 def selected(length, n, first=0):
@@ -35,7 +36,7 @@ def selected(length, n, first=0):
     return found, position
 
 
-@pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
+@by_way
 @pytest.mark.parametrize(("length", "n", "first"), [(37, 4, 0), (21, 1, 50), (45, 9, 3)])
 def test_selection_v2_equiv(make, length, n, first):
     blocks, position = selected(length, n, first)
@@ -45,7 +46,7 @@ def test_selection_v2_equiv(make, length, n, first):
     np.testing.assert_array_equal(found.numpy(), expected)
 
 
-@pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
+@by_way
 @pytest.mark.parametrize("behind", [7, 2**28, 2**29, 2**31 - 1])  # times a block: beyond int32
 def test_what_no_query_may_see_is_in_no_range(make, behind):
     blocks = torch.tensor([[[[0, 1, behind]], [[0, 2, 3]], [[-1, -1, -1]]]], dtype=torch.int32)

@@ -62,6 +62,11 @@ def put(store, *kernels, image=b"\x7fELF image"):
         store.put(x, built_of(x, image))
 
 
+def check_fetched(store, *numbers):
+    kernels = [*map(kernel, numbers)]
+    assert store.fetch(kernels) == [*map(built_of, kernels)]
+
+
 # What is kept
 
 
@@ -77,11 +82,9 @@ def test_what_is_put_is_got(store, caplog):
 
 
 def test_what_is_missing_is_built_once(store, builds):
-    kernels = [kernel(2), kernel(1), kernel(2)]
-    assert store.fetch(kernels) == [built_of(x) for x in kernels]
+    check_fetched(store, 2, 1, 2)
     assert builds == [2, 1]
-    kernels = [kernel(3), kernel(1)]
-    assert Store(store.folder).fetch(kernels) == [built_of(x) for x in kernels]
+    check_fetched(Store(store.folder), 3, 1)
     assert builds == [2, 1, 3]
 
 
@@ -248,8 +251,7 @@ SAID = {
 def test_a_damaged_file_is_built_anew_with_a_warning(store, builds, name, caplog):
     store.fetch([kernel(1)])
     FAULTS[name](the_file(store))
-    again = Store(store.folder)
-    assert again.fetch([kernel(1)]) == [built_of(kernel(1))]
+    check_fetched(Store(store.folder), 1)
     assert builds == [1, 1]
     (warning, *rest) = warnings(caplog)
     words = SAID.get(name, "the file is damaged")
@@ -328,7 +330,7 @@ def test_where_nothing_can_be_kept_kernels_stay_in_memory(
     store = Store(store.folder)
     assert store.get(kernel(1)) is None
     for i in (1, 2, 1):
-        assert store.fetch([kernel(i)]) == [built_of(kernel(i))]
+        check_fetched(store, i)
     assert builds == [1, 2]
     (warning,) = warnings(caplog)
     assert re.search(words, warning)
@@ -371,7 +373,7 @@ def test_a_process_that_is_killed_leaves_no_half_file_and_no_lock(tmp_path, buil
     assert process.returncode == -signal.SIGKILL, err
     folder = tmp_path / "kernels"
     assert len(list(folder.glob("*.tmp"))) == 1 and list(folder.glob("*.kernel")) == []
-    assert Store(folder).fetch([kernel(1)]) == [built_of(kernel(1))]
+    check_fetched(Store(folder), 1)
 
 
 # The command

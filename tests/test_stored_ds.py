@@ -143,28 +143,20 @@ def test_jax_has_one_ds_chunk_at_a_time(monkeypatch):
 SIZES = {"B": 2, "T": 700, "S": 900, "H": 64, "Hkv": 4, "D": 128, "Dv": 128}
 
 
+of_sizes = functools.partial(Dkv, dtype="bfloat16", scale=1.0, work_items=0, list_entries=1)
 ROWS = table("choice")["stored dS"]
 
 
 @pytest.mark.parametrize(("change", "selection_entries", "block", "packed", "wanted"), ROWS)
 def test_where_it_is_stored(change, selection_entries, block, packed, wanted):
     sizes = SIZES | change
-    group = sizes["H"] // sizes["Hkv"]
-    base = Dkv(
-        **sizes,
-        dtype="bfloat16",
-        scale=1.0,
-        work_items=0,
-        list_entries=1,
-        single_token=group <= 8,
-    )
+    base = of_sizes(**sizes, single_token=sizes["H"] // sizes["Hkv"] <= 8)
     assert mosaic_stored_ds.serves(TORCH_OPS, base, selection_entries, block, packed) == wanted
 
 
 def test_all_rows_at_once_may_be_too_large():
     """Where dq is not added in place: 17 GB."""
-    sizes = SIZES | {"T": 2**16, "S": 2**16}
-    base = Dkv(**sizes, dtype="bfloat16", scale=1.0, work_items=0, list_entries=1)
+    base = of_sizes(**SIZES | {"T": 2**16, "S": 2**16})
     assert mosaic_stored_ds.serves(TORCH_OPS, base, 16, 64, False)
     assert not mosaic_stored_ds.serves(JaxOps(), base, 16, 64, False)
 
