@@ -52,7 +52,10 @@ def check_shell(text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("path", TASKS, **by_stem)
+each_task = pytest.mark.parametrize("path", TASKS, **by_stem)
+
+
+@each_task
 def test_a_task_is_whole_and_limited(path):
     task = TASKS[path]
     resources = task["resources"]
@@ -216,7 +219,7 @@ def test_the_cost_is_said_before_and_after(tmp_path):
     assert cost()[1] == 2
 
 
-@pytest.mark.parametrize("path", TASKS, **by_stem)
+@each_task
 def test_what_starts_a_machine_ends_it(path):
     """By `cloud/launch.py`, wherever a reader is told how to run a task; one that nothing else ends
     is said, with the price of an hour.

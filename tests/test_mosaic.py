@@ -111,7 +111,10 @@ def test_shard_map_over_batch_and_heads(name, monkeypatch):
     assert "mosaic_gpu" in text and kernel in text
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+by_path = pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+
+
+@by_path
 def test_recomputed(implementation):
     """No output of a branch is kept: traced alone."""
     kept = []
@@ -126,7 +129,7 @@ def test_recomputed(implementation):
     assert kept[0] >= kept[1] + 3
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+@by_path
 def test_nothing_is_larger_than_the_output(implementation, monkeypatch):
     """Outside of the kernels, in the whole program; and no call back to the host. No array has all
     queries by all keys (or blocks, or compressed tokens), none every selected key.

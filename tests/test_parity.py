@@ -202,8 +202,11 @@ def test_rows_of_different_lengths(path, request):
     p.check(run(request, path, "steps", p), PATHS[path].of_lse)
 
 
+in_16_bits = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+
 @by_path("torch reference", "torch sdpa", "torch jax", "jax xla", "torch triton")
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@in_16_bits
 def test_gradients_under_a_loss_scale(path, dtype, request):
     """dO . V is beyond float16, and no gradient that is asked for but those of gates."""
     # Kernels multiply with gradients of the logits in 16 bits.
@@ -212,7 +215,7 @@ def test_gradients_under_a_loss_scale(path, dtype, request):
     problems.check_loud(p, run(request, path, "whole", p))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@in_16_bits
 def test_gradients_of_blocks_under_a_loss_scale(dtype):
     """One block of all keys, which the sliding branch sees as well."""
     config = dataclasses.replace(SMALL, window=40)

@@ -108,7 +108,10 @@ def test_sizes(mode, sizes, path):
     check_all(path, mode, call(mode, sizes))
 
 
-@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+by_place = pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+
+
+@by_place
 @pytest.mark.parametrize("indices", [False, True], ids=["selected", "given indices"])
 def test_where(where, indices, path):
     check_all(path, GIVEN, call(GIVEN, ROWS, indices=indices, **where))
@@ -119,7 +122,7 @@ SINGLE = {x: x.split("/")[1] for x in planned.KINDS if not x.startswith("attenti
 
 
 @pytest.mark.parametrize(("kind", "path"), SINGLE.items(), ids=SINGLE, indirect=["path"])
-@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+@by_place
 def test_single_steps(kind, where, path):
     """Keys are wider than the narrowest values that kernels have."""
     tensors, place = of_step(kind, SIZES["wide"], **where)
@@ -182,7 +185,7 @@ def test_no_large_workspace_lies_idle_while_memory_is_at_its_peak(sizes, monkeyp
         assert plan_checks.peak(plan) <= 1.01 * plan_checks.peak(without)
 
 
-@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+@by_place
 def test_arrays_are_made_where_those_are_that_they_follow_from(where, path):
     """Whatever torch's default device is: constants, batch buffers, derived steps."""
     arguments = call(GIVEN, ROWS, **where)

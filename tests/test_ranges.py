@@ -98,7 +98,10 @@ def attended(lengths=None, n=4):
 SEEN = {"alone": {}, "packed": {"lengths": (20, 1, 25)}, "more slots than blocks": {"n": 9}}
 
 
-@pytest.mark.parametrize("mode", ["v1", "v2"])
+by_mode = pytest.mark.parametrize("mode", ["v1", "v2"])
+
+
+@by_mode
 @pytest.mark.parametrize("given", SEEN.values(), ids=SEEN)
 def test_fa2_by_ranges_is_fa2_by_blocks(given, mode, monkeypatch):
     """Bitwise; `test_parity.py` compares the blocks with the oracle. And ranges were read."""
@@ -143,7 +146,7 @@ def test_the_choice_is_compiled(mode):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["v1", "v2"])
+@by_mode
 def test_ranges_change_nothing_on_a_gpu(mode):
     """Bitwise the output of blocks; gradients add up by atomics, in no fixed order."""
     torch.manual_seed(0)

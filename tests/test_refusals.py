@@ -134,7 +134,10 @@ OF_TORCH = "carve", "view", "plan_runs", "varlen_metadata", "NSAAttention"
 OF_KINDS = TABLE["kinds"]
 
 
-@pytest.mark.parametrize("framework", LIBRARIES)
+by_framework = pytest.mark.parametrize("framework", LIBRARIES)
+
+
+@by_framework
 @pytest.mark.parametrize("kind", OF_KINDS)
 def test_what_is_of_another_kind(kind, framework):
     world, (values, *rows) = WORLDS[framework], OF_KINDS[kind]
@@ -189,7 +192,7 @@ SCALED = "attention compressed_attention selected_attention sliding_attention bl
 SCALED += " cached_attention paged_attention paged_block_attention"
 
 
-@pytest.mark.parametrize("framework", LIBRARIES)
+@by_framework
 @pytest.mark.parametrize("call", SCALED.split())
 def test_a_scale_is_a_factor_of_the_query(framework, call):
     """Twice the default scale and twice the query give the same bits, and others than the
@@ -216,7 +219,7 @@ def test_a_scale_is_a_factor_of_the_query(framework, call):
     assert (scaled == run(2)).all() and (scaled != run()).any()
 
 
-@pytest.mark.parametrize("framework", LIBRARIES)
+@by_framework
 def test_appended_tokens_are_those_of_a_maker(framework):
     world = WORLDS[framework]
     given = world.arguments("append")

@@ -202,8 +202,11 @@ def test_what_others_may_have_stays(how, released):
     assert not released
 
 
+retained_or_not = pytest.mark.parametrize("retain", [True, False])
+
+
 @pytest.mark.parametrize("launches", [0, 4])
-@pytest.mark.parametrize("retain", [True, False])
+@retained_or_not
 def test_a_pass_that_failed(retain, launches, released):
     """It is done again, or an error says what to do."""
     gradients, _ = a_call(scale=0.5 + retain + 2 * launches)
@@ -219,7 +222,7 @@ def test_a_pass_that_failed(retain, launches, released):
             gradients(False)
 
 
-@pytest.mark.parametrize("retain", [True, False])
+@retained_or_not
 def test_many_gradients_at_once_are_refused(retain):
     arguments = good(gates=good()["gates"].requires_grad_())
     for _ in range(2):

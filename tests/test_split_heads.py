@@ -159,7 +159,10 @@ GRADIENTS += [(under_autocast, with_norms, "head"), (checkpointed, frozen, "head
 GRADIENTS += [(compiled, with_norms, "head"), (compiled, frozen, "sigmoid")]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+without_kernels = pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+
+
+@without_kernels
 @pytest.mark.parametrize(("run", "change", "gate"), GRADIENTS)
 def test_gradients_of_one_product(run, change, gate, monkeypatch):
     """As those of all products, under what training puts around a layer."""
@@ -218,7 +221,7 @@ def wrapped(module):
     module.W_K_cmp.forward = lambda x: 2 * forward(x)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+@without_kernels
 @pytest.mark.parametrize("change", [adapted, biased, hooked, gate_hooked, wrapped])
 def test_a_layer_that_is_more_than_its_product_is_called(change, monkeypatch):
     module, x = one_row()
@@ -230,7 +233,7 @@ def test_a_layer_that_is_more_than_its_product_is_called(change, monkeypatch):
     torch.testing.assert_close(module(x)[0], wanted)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+@without_kernels
 @pytest.mark.parametrize("fused_from", [1, 2**20])
 def test_a_layer_whose_columns_are_sharded(fused_from, monkeypatch):
     """As tensor parallelism gives a rank some heads of a layer that counts all of them."""
@@ -242,7 +245,7 @@ def test_a_layer_whose_columns_are_sharded(fused_from, monkeypatch):
         module(x)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+@without_kernels
 def test_gates_of_invariant_layers_are_rounded_once(monkeypatch):
     set_limits(monkeypatch, fused_heads_from=1)
     module, x = (each.bfloat16() for each in one_row())

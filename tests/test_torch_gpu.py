@@ -41,8 +41,11 @@ def test_fa2_gpu_what_nan_reaches(branch):
 bf16 = functools.partial(normal, device="cuda")
 
 
+by_path = pytest.mark.parametrize("implementation", ["fa2", "sdpa"])
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("implementation", ["fa2", "sdpa"])
+@by_path
 @pytest.mark.parametrize("packed", [False, True])
 def test_fa2_gpu_varlen_never_waits_for_the_device(implementation, packed):
     query, key, value = bf16(1, 300, 8, 64), bf16(1, 300, 2, 64), bf16(1, 300, 2, 64)
@@ -75,7 +78,7 @@ def test_fa2_gpu_varlen_more_sequences_than_one_call_takes():
         torch.testing.assert_close(a, b, rtol=2e-2, atol=4e-3 * scale)
 
 
-@pytest.mark.parametrize("implementation", ["fa2", "sdpa"])
+@by_path
 def test_fa2_gpu_varlen_memory_is_bounded(implementation):
     """All selected keys and values of 8192 queries would be 8.6 GB."""
     query, key, value = bf16(1, 8192, 16, 128), bf16(1, 8192, 2, 128), bf16(1, 8192, 2, 128)

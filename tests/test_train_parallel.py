@@ -198,14 +198,17 @@ def test_a_nan_on_one_rank_stops_all(folder, kind):
     assert told(folder, f"after {kind}") == ["", ""]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+by_kind = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+
+
+@by_kind
 def test_safe_ranks_in_different_collectives_are_told(folder, kind):
     """Without it they wait for each other, or add up what does not belong together."""
     for text in told(folder, f"compared {kind}"):
         assert text.startswith("RuntimeError: Detected mismatch between collectives on ranks")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@by_kind
 def test_a_full_disk_leaves_the_last_checkpoint(folder, kind):
     for rank, (text, kept) in enumerate(told(folder, f"full disk {kind}")):
         assert text == "OSError: rank 0: [Errno 28] No space left on device"
@@ -376,7 +379,7 @@ def test_varlen_is_dense_attention_with_a_mask(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.two_gpus
 @pytest.mark.parametrize("how", ["--nograph", "--nograph --ddp_safe", "--graph"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@by_kind
 def test_two_gpus_by_torchrun(tmp_path, kind, how):
     given = "--framework=torch --seq_len=64 --batch=4 --steps=6 --corpus_bytes=65536"
     given += " --dtype=f32 --margin=9"

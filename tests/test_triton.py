@@ -242,8 +242,11 @@ def test_tiles_fit_every_architecture(kind):
             assert [x for _, x in sorted(sizes)] == sorted(x for _, x in sizes)
 
 
+with_jax_triton = pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
+
+
 @EVERYWHERE
-@pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
+@with_jax_triton
 def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
     """The kernels of all steps, compiled into what JAX would run on a GPU."""
     fast = tilings.Tiling(16, 16, 1, 1)  # to compile
@@ -259,7 +262,7 @@ def test_jax_lowers_forward_backward_and_vmap(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
+@with_jax_triton
 @pytest.mark.parametrize("case", named("gpu kernel: *"))
 def test_both_frameworks_give_the_same_bits(case):
     p = problems.problem(problems.CASES[case])
