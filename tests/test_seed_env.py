@@ -4,14 +4,12 @@ import inspect
 
 import pytest
 from absl import flags
-from absl.testing import flagsaver
 
 import nsa_torch
 from bench import compare, doc_tables, fa2, train
 from bench.harness import cli, seed_env
-from bench.lm import config_file
 from nsa_core import flags as kernel_flags
-from tests import commands, spawned
+from tests import commands
 from tests.tables import table
 
 KERNELS = "kernels", "compressed_kernel", "selected_kernel", "sliding_kernel"
@@ -89,17 +87,6 @@ def test_its_batch_is_a_devices_micro_batch(arguments, expected):
     assert (f"{name} of the command line wins" if name else "set") in lines[1]
 
 
-def test_training_reads_config():
-    """The seed system's only way to a training config, with its names for the keys."""
-    commands.parsed(train.FLAGS, "train", "--seq_len=64")
-    (line,) = apply({"CONFIG": "configs/train/tiny.yaml"}, train.FLAGS, "train")
-    assert "--config is set" in line and train.FLAGS.config == "configs/train/tiny.yaml"
-    _, values, _ = config_file.read("tiny", ["train.batch_size=3"])
-    with flagsaver.flagsaver():
-        config_file.apply(values, (train.FLAGS, flags.FLAGS))
-    assert (train.FLAGS.batch_size, train.FLAGS.seq_len, train.FLAGS.lr) == (3, 64, 3e-3)
-
-
 def test_what_is_said_of_gates_is_so():
     """No argument of the module stops the gradient of the gates."""
     assert "nothing cuts" in seed_env.TABLE["NSA_STOPGRAD_GATES"].reason
@@ -128,19 +115,3 @@ def test_flags_of_the_table_are_those_of_the_commands():
             known = of_command[meaning.command]
             known = known if flag in known else flags.FLAGS
             known[flag].parser.parse(meaning.convert(value or "1"))
-
-
-def test_a_command_warns_and_obeys():
-    """The kernels that the variable names are planned, but for the one that a flag names."""
-    words = "bench.compare --preset=tiny --explain --framework=torch --sliding_kernel=sdpa"
-    environ = {"NSA_FORCE_PARITY": "1", "NSA_TEST_FA2": "1", "JAX_PLATFORMS": "cpu"}
-    done = spawned.python("-m", *words.split(), **environ)
-    assert done.returncode == 0, done.stderr
-    assert (
-        "warning: NSA_FORCE_PARITY=1: use --kernels reference (--kernels is set)" in done.stderr
-    )
-    assert (
-        "warning: NSA_TEST_FA2=1: this variable is ignored; tests are chosen by" in done.stderr
-    )
-    assert "torch compressed reference: runs" in done.stdout
-    assert "torch sliding    sdpa: runs" in done.stdout
