@@ -102,11 +102,14 @@ class Broken:
     words: str
 
 
+def named(name: str, spec: Broken) -> Kernel:
+    x, place = Array((64,), "float32"), f"{__name__}:{name}"
+    return Kernel(name, spec, f"{place}_body", (x,), (x,), source=place)
+
+
 def broken(spec: Broken) -> Kernel:
     """A kernel whose body raises these words."""
-    x = Array((64,), "float32")
-    place = f"{__name__}:broken"
-    return Kernel("broken", spec, f"{place}_body", (x,), (x,), source=place)
+    return named("broken", spec)
 
 
 def broken_body(kernel: Kernel):
@@ -115,9 +118,7 @@ def broken_body(kernel: Kernel):
 
 def ending(spec: Broken) -> Kernel:
     """A kernel whose body ends the process, as a crash of the compiler would."""
-    x = Array((64,), "float32")
-    place = f"{__name__}:ending"
-    return Kernel("ending", spec, f"{place}_body", (x,), (x,), source=place)
+    return named("ending", spec)
 
 
 def ending_body(kernel: Kernel):

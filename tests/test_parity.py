@@ -251,11 +251,12 @@ def test_group_consistency(path, request):
     np.testing.assert_array_equal(out[:, :, 0], out[:, :, 1])
 
 
+MLP = [(8, 16), (128, 12), (12,), (12, 16), (16,)]
 PHI = {
     "mean": (None, None),
     "pool": (nsa_torch.PoolParams, [(8, 16)]),
-    "mlp": (nsa_torch.MLPParams, [(8, 16), (128, 12), (12,), (12, 16), (16,)]),
-    "rope": (nsa_torch.RopeMLPParams, [(8, 16), (128, 12), (12,), (12, 16), (16,), (8,)]),
+    "mlp": (nsa_torch.MLPParams, MLP),
+    "rope": (nsa_torch.RopeMLPParams, [*MLP, (8,)]),
 }
 
 
