@@ -18,7 +18,6 @@ from bench import report, scale, train
 from bench.harness import cli, launchers
 from bench.lm import (
     checkpoint,
-    curves,
     health,
     jax_parallel,
     log,
@@ -253,12 +252,6 @@ def torchrun(monkeypatch):
 
 
 SAFE = ("--framework=torch", "--parallel=ddp", "--ddp_safe")
-
-
-def test_a_safe_run(command, torchrun):  # noqa: F811
-    small = "--attention=dense --batch=2 --seq_len=64 --steps=2 --corpus_bytes=65536"
-    status, _, lines = command(*SAFE, *small.split())
-    assert status == 0 and len(curves.losses(lines)["torch-dense"]) == 2
 
 
 def test_safe_ranks_compare_collectives(torchrun):
