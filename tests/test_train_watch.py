@@ -251,12 +251,9 @@ def torchrun(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-SAFE = ("--framework=torch", "--parallel=ddp", "--ddp_safe")
-
-
 def test_safe_ranks_compare_collectives(torchrun):
     own = cli.define(flags.FlagValues(), **spread.DEFINED)
-    own(["train", *SAFE[1:]])
+    own(["train", "--parallel=ddp", "--ddp_safe"])
     ranks = spread.ranks(own, "torch")
     group = torch.distributed.group.WORLD
     try:
