@@ -62,13 +62,6 @@ def test_with_config_the_recommended_options_are_the_defaults(make):
     assert fp8.compute_dtype == fp8.config.compute_dtype == "float8_e4m3"
 
 
-def test_a_spec_and_values_are_not_mixed():
-    spec = LayerSpec(**SIZES)
-    for options in ({"dim": 32}, {"config": SMALL}):
-        with pytest.raises(ValueError, match="spec must be None if"):
-            nsa_jax.nn.NSAAttention(spec, **options, rngs=nnx.Rngs(0))
-
-
 def test_a_layer_explains_and_packs():
     rows = torch.tensor([0, 30, 80]), jnp.repeat(jnp.arange(2), 40)[None]
     inputs = torch.ones(1, 80, 32), jnp.ones((1, 80, 32))

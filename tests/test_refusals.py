@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import nsa_jax
 import nsa_jax.nn
 import nsa_torch
+from nsa_core.layer import LayerSpec
 from nsa_torch import Branches, NSAConfig, plan_runs
 from tests import refusals
 from tests.problems import SMALL
@@ -35,6 +36,7 @@ class World:
     def given(self, x):
         """What a part of the table means here."""
         own = {"rows": self.rows, "PagedCache": self.pages, "metadata": self.metadata}
+        own["LayerSpec"] = LayerSpec
         own["layer_cache"] = lambda *sizes: self.layer.init_cache(*sizes)
         own["torch_cache"] = WORLDS["torch"].rows
         return refusals.given(x, self.framework, refusals.MAKERS | own)
