@@ -308,11 +308,10 @@ class Mode:
         for name in found:
             if name in self.elsewhere or why_not(name):
                 continue
+            refusals = Exception if name in PEERS else ValueError
             try:
                 results = self.checked(name)
-            except Exception as error:  # the row of this implementation has the reason
-                if name not in PEERS and not isinstance(error, ValueError):
-                    raise
+            except refusals:  # the row of this implementation has the reason
                 continue
             errors, parts = {}, []
             for of, x, y, z in zip(self.results, results, exact, beside, strict=False):

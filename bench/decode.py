@@ -157,8 +157,8 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
     kernel = joined(labels.values())
     labels = {step: decode_steps.of_one_step(name) for step, name in labels.items()}
     shared = FLAGS.kv == "shared"
-    options: Values = {"num_queries": FLAGS.q_len, "shared": shared}
-    inputs = problems.make(settings, FLAGS.input, FLAGS.seed, **options)
+    given = settings, FLAGS.input, FLAGS.seed
+    inputs = problems.make(*given, num_queries=FLAGS.q_len, shared=shared)
     checker_of = functools.partial(Checker, settings, backward=False)
     checker = frozen = checker_of(inputs)
     waiting: dict[str, tuple[str, Judged]] = {}

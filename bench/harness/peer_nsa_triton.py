@@ -58,7 +58,8 @@ class Package(NamedTuple):
     notes: Mapping[str, str]  # a note for each branch that the package supports
     why_not: Callable[[Problem, str], str | None]
     attend_selected: Callable[..., Any]
-    attend_compressed: Any = None  # for branches other than `selected`, as the next
+    # These functions are needed if `notes` has other branches than `selected`.
+    attend_compressed: Any = None
     compress: Any = None
 
 
@@ -210,7 +211,7 @@ def _call(
 ) -> dict[str, Any]:
     """Compute a branch. `own` computes the compressed keys and the blocks of attention of all
     branches."""
-    _, _, _, attend_selected, attend_compressed, compress = package
+    attend_selected, attend_compressed, compress = package[3:]
     query, most = given["query"], config.num_selected
     if branch == "compressed":
         pair = given["compressed_key"], given["compressed_value"]

@@ -142,9 +142,8 @@ def _flash_call(name: str, window: int | None, given: Values) -> Values:
 
 
 def _cudnn(problem: Problem, branches) -> Iterator[Job]:
-    reason = peer_nsa_triton.package_why_not(CUDNN, problem)
-    if problem.requires_grad:
-        reason = NO_GRADIENT
+    refused = peer_nsa_triton.package_why_not(CUDNN, problem)
+    reason = NO_GRADIENT if problem.requires_grad else refused
     if "selected" in branches:
         yield Job(
             "selected",

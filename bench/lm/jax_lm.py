@@ -44,8 +44,9 @@ class DenseAttention(nnx.Module):
 
     def __init__(self, spec: LayerSpec, *, dtype, implementation, rngs: nnx.Rngs):
         # This spec makes `project` compute one key and value for all branches, and no gates.
-        spec = dataclasses.replace(spec, gate="selected", gate_hidden=None, gate_bias=None)
-        self.spec = dataclasses.replace(spec, kv="shared", phi="avg")
+        self.spec = dataclasses.replace(
+            spec, kv="shared", gate="selected", gate_hidden=None, gate_bias=None, phi="avg"
+        )
         self.implementation = implementation
         groups = spec.n_kv_groups
         self.W_Q = _linear(spec.dim, spec.n_heads * spec.d_k, dtype, rngs)

@@ -64,8 +64,8 @@ def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
         if compared and r.mode in QUESTIONS and r.extra.get("judged", True):
             config = json.dumps(r.config, sort_keys=True)
             queries = r.T if r.T < r.S else None
-            shape = r.framework, r.B, queries, r.H, r.Hkv, r.D, r.Dv, r.dtype, r.input
-            shape += (r.extra.get("kv"),)
+            sizes = r.B, queries, r.H, r.Hkv, r.D, r.Dv
+            shape = r.framework, *sizes, r.dtype, r.input, r.extra.get("kv")
             yield Run(r.mode, (r.bench, *shape, config), r.S, r.branch == "dense", r)
     for x in lines:
         if isinstance(x, Speed):
