@@ -31,7 +31,7 @@ FLAGS = cli.define(
     part=(str, "Part of the tests as K/N, the Kth of N parts."),
     processes=(
         int,
-        "Number of parallel processes; default: one per core, and at most one per 5 GiB of GPU "
+        "Number of parallel processes; default: one per core, and at most one per 7 GiB of GPU "
         "memory.",
     ),
     out=(str, "New folder for the results; default: bench/results/<time>."),
@@ -45,7 +45,8 @@ DATE = "%Y-%m-%d %H:%M"
 # Folders with the code that the tests run: kernels and the host side.
 FOLDERS = ("kernels_pallas", "interop", "nsa_core", "nsa_jax", "nsa_torch")
 # GPU memory of one process: the contexts of both frameworks and the reserves of their allocators.
-PROCESS_BYTES = 5 << 30
+# With 6 GiB, an H200 once had too little memory for 24 processes.
+PROCESS_BYTES = 7 << 30
 
 
 def pytest_arguments() -> list[str]:

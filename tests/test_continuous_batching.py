@@ -378,15 +378,24 @@ def test_what_is_refused():
 @pytest.mark.gpu
 @served
 def test_what_is_queued_is_done_before_the_manager_begins():
-    """It has streams of its own: the weights here are there a second later."""
+    """It has streams of its own. The weights here, and the zeros that its thread writes into its
+    inputs, are there a second after the start.
+    """
     made, texts = on("cuda"), [[7, 8, 9] * 30, [5]]
     want = [alone(made, text, TOKENS) for text in texts]
     weights = [(x, x.detach().clone(), x.data.zero_()) for x in made.parameters()]
+    manager = made.init_continuous_batching(**options(made, batch=128))
     torch.cuda._sleep(2 * 10**9)
     for x, kept, _ in weights:
         x.data.copy_(kept)
-    found = generated(made, texts, batch=128)
-    assert [x.generated_tokens for x in found] == want
+    manager.start()
+    try:
+        names = manager.add_requests(texts, max_new_tokens=TOKENS)
+        found = [manager.get_result(timeout=60) for _ in texts]
+    finally:
+        manager.stop(block=True, timeout=60)
+    found = {x.request_id: x.generated_tokens for x in found}
+    assert [found[name] for name in names] == want
 
 
 @served

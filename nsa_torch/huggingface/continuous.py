@@ -256,6 +256,27 @@ def check_tokens(name: str, prompt: Any, vocab_size: int) -> None:
             )
 
 
+def waiting_manager(make: Callable[..., Any], *given: Any) -> Any:
+    """Return `make(*given)`, a manager that waits for all queued work of the GPU when it has
+    created or reset its inputs. Its thread does this before the first step. The manager's streams
+    do not wait for other streams. Queued work, such as writing zeros into the manager's inputs or
+    the model's weights, could otherwise run after the manager has written or read them.
+    """
+    manager = make(*given)
+    create, device = manager._create_batch_processor, manager.model.device
+    if device.type != "cuda" or "_create_batch_processor" in vars(manager):
+        return manager
+
+    @functools.wraps(create)
+    def create_and_wait() -> Any:
+        processor = create()
+        torch.cuda.synchronize(device)
+        return processor
+
+    manager._create_batch_processor = create_and_wait
+    return manager
+
+
 def manager_of(
     model: Any,
     make: Callable[..., Any],
@@ -267,7 +288,7 @@ def manager_of(
     `generate_batch`.
 
     Args:
-      make: transformers' `init_continuous_batching`.
+      make: transformers' `init_continuous_batching`, or a function that calls it.
 
     Raises:
       NotImplementedError: The installed transformers has a manager that was not tested.

@@ -20,7 +20,12 @@ from nsa_torch.huggingface.cache import (
     cache_named,
     decodes_on_pages,
 )
-from nsa_torch.huggingface.continuous import bytes_of_block, check_tokens, manager_of
+from nsa_torch.huggingface.continuous import (
+    bytes_of_block,
+    check_tokens,
+    manager_of,
+    waiting_manager,
+)
 from nsa_torch.huggingface.rows import check_prompt
 from nsa_torch.huggingface.step_graph import StepGraph, why_not
 
@@ -62,17 +67,10 @@ class NSAGenerationMixin(GenerationMixin):
             model.destroy_cached_continuous_batching_manager()
         self._served = weights
         base: Any = super()
-        given = generation_config, continuous_batching_config, workload_hints
-        make = base.init_continuous_batching
+        make = functools.partial(waiting_manager, base.init_continuous_batching)
         if "nsa" in self.config.layer_attention:
             make = functools.partial(manager_of, self, make)
-        manager: Any = make(*given)
-        # The manager's streams do not wait for other streams. Queued work, such as writing the
-        # model's weights or zeros into the manager's inputs, could otherwise run after the
-        # manager has read or written them.
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        return manager
+        return make(generation_config, continuous_batching_config, workload_hints)
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
