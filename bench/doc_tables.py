@@ -83,7 +83,8 @@ def lines_of(name: str, device: str = DEVICE.name) -> list[Line]:
 
 def _derived(x: Line) -> Line:
     """Return fields that are derived from the fields of a line, such as `kernel`. A line of
-    attention also has its sizes as text, `papers` and `place`. `papers` states whether the line has
+    attention also has its sizes as text, `whole_name`, `papers` and `place`. `whole_name` is the
+    name of the implementation before it is split. `papers` states whether the line has
     the paper's config, bfloat16 and at least `SHORTEST` tokens. `place` orders the rows by the
     number of query columns, largest first, then by length, longest first.
     """
@@ -102,6 +103,7 @@ def _derived(x: Line) -> Line:
     return {
         "kernel": kind if dense or slash else "NSA",
         "implementation": None if dense else kind,
+        "whole_name": x["implementation"],
         "tokens": f"{x['B']} x {length(x['T'])}" if x["B"] > 1 else length(x["T"]),
         "heads": f"{heads} / {kv_heads} ({heads // kv_heads})",
         "widths": f"{width}" if width == value_width else f"{width} / {value_width}",
