@@ -196,9 +196,10 @@ def test_phases_of_a_training():
         spec = dataclasses.replace(model, **changes)
         return np.array([spec.phase(step, at) for step in range(200)]).T
 
-    assert (phases() == [[False], [True]]).all()
+    assert (phases() == [[False], [True], [True]]).all()
     assert (phases(full_share=0.1)[0] == (np.arange(200) < 20)).all()
     assert (phases(selection_from=0.25)[1] == (np.arange(200) >= 50)).all()
+    assert (phases(own_share=0.25)[2] == (np.arange(200) < 150)).all()
     aligned, other = phases(alignment=1)[0], phases(seed=1, alignment=1)[0]
     assert 70 < aligned.sum() < 130 and (aligned != other).any()
     assert (aligned == phases(alignment=1)[0]).all()
@@ -273,6 +274,23 @@ def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
         alone = taught(tokens)
         taught.teachers = (dense.model,)
         assert torch.allclose(taught(tokens), alone, atol=1e-5) == (blocks == 100)
+
+
+def test_a_teacher_chooses_blocks_in_the_first_steps(tmp_path):
+    """In training, and not in evaluations. The last steps are those of the model alone."""
+    todo = altered(task("nsa"), {}, own_share=0.5)
+    torch.manual_seed(0)
+    taught, tokens = torch_lm.LM(todo.model), torch.randint(256, (2, 100))
+    torch.nn.init.normal_(taught.embedding)
+    alone = taught(tokens)
+    taught.teachers = (torch_lm.LM(todo.model.dense()),)
+    steps = todo.training.steps
+    for step in (0, steps // 2 - 1, steps // 2, steps - 1):
+        for block in taught.blocks:
+            block.phase = todo.model.phase(step, todo.training)
+        assert torch.equal(taught(tokens), alone) == (step >= steps // 2)
+        with torch.no_grad():
+            torch.testing.assert_close(taught(tokens), alone)
 
 
 def test_runs_with_a_teacher_read_its_weights(command, tmp_path, monkeypatch, capsys):

@@ -14,7 +14,8 @@ In a full layer, the selected branch attends to all keys:
       smooth_l1(full, stop_gradient(sparse)) + smooth_l1(sparse, stop_gradient(full))
 
 Only steps of training have full layers. With a third option, `teacher`, a layer selects the blocks
-to which the same layer of a dense model attends most, in training and in evaluations.
+to which the same layer of a dense model attends most, in training and in evaluations. With
+`own_share`, the model chooses its own blocks in the last steps of the training and in evaluations.
 """
 
 from typing import Any

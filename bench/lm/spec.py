@@ -22,10 +22,12 @@ class Phase(NamedTuple):
     Attributes:
       is_full: Whether layers with NSA are full (`full.py`).
       trains_selection: Whether `selection_loss` has an effect.
+      is_taught: Whether the model `teacher` chooses the blocks.
     """
 
     is_full: bool = False
     trains_selection: bool = True
+    is_taught: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,8 @@ class ModelSpec:
       alignment: Weight of the loss that draws full and sparse outputs of a layer towards each
         other.
       teacher: File with the weights of a model with dense attention, which chooses the blocks.
+      own_share: Share of the training steps, the last ones, in which a model with a teacher chooses
+        its own blocks. If `own_share` is not 0, it also does so in evaluations.
         Only torch supports the options from `selection_loss` on, in one process and for rows of
         one sequence.
 
@@ -73,6 +77,7 @@ class ModelSpec:
     full_share: float = 0.0
     alignment: float = 0.0
     teacher: str = ""
+    own_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.dense_first < (self.layers if self.attention == "nsa" else 1):
@@ -125,7 +130,7 @@ class ModelSpec:
         is_full = done < self.full_share
         if self.alignment:
             is_full = random.Random(training.seed * training.steps + step).random() < 0.5
-        return Phase(is_full, done >= self.selection_from)
+        return Phase(is_full, done >= self.selection_from, done < 1 - self.own_share)
 
     def dense_layers(self) -> int:
         return sum(map(self.is_dense, range(self.layers)))
@@ -149,7 +154,7 @@ class ModelSpec:
         return blocks + at.dim * self.vocabulary
 
 
-NUMBERS = ("selection_loss", "selection_from", "full_share", "alignment")
+NUMBERS = ("selection_loss", "selection_from", "full_share", "alignment", "own_share")
 WHOLE_ROWS = (*NUMBERS, "teacher")
 TORCH_ONLY = ("dense_first", "dense_every", *WHOLE_ROWS)
 UNSTATED = ("norm_eps", *TORCH_ONLY)

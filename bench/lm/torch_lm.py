@@ -213,7 +213,8 @@ class LM(nn.Module):
     def forward(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
         x = F.embedding(tokens, self.embedding).to(self.head.weight.dtype)
         chosen = [None] * len(self.blocks)
-        for teacher in self.teachers:
+        taught = torch.is_grad_enabled() and self.blocks[0].phase.is_taught
+        for teacher in self.teachers if taught or not self.spec.own_share else ():
             chosen = teacher.best_blocks(tokens, self.spec.layer.config)
         for block, block_indices in zip(self.blocks, chosen, strict=True):
             x = block(x, packing, block_indices)
