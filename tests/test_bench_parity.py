@@ -30,15 +30,15 @@ def many(rng):
     return rng.standard_normal((64, 8, 16, 4))
 
 
-def check(oracle, actual, *, yardstick=None, dtype=np.float32, **options):
+def check(oracle, actual, yardstick=None, dtype=np.float32, **options):
     yardstick = oracle if yardstick is None else yardstick
-    return parity.check_parity("x", actual.astype(dtype), oracle, yardstick, **options)
+    return parity.check_parity("x", actual, oracle, yardstick, dtype=dtype, **options)
 
 
 def test_exact_result_passes(oracle):
     for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
         exact = oracle.astype(dtype).astype(np.float64)
-        result = check(exact, exact, dtype=dtype)
+        result = check(exact, exact.astype(dtype), dtype=dtype)
         assert result.ok and result.error_max == 0 and result.share == 0
 
 
@@ -66,17 +66,17 @@ def test_bounds_of_errors(row, oracle, many):
     for x, changes in ((yardstick, row["yardstick"]), (actual, row["actual"])):
         for place, error in changes.items():
             x[tuple(PLACES[place])] += error
-    how = {"dtype": np.dtype(row["dtype"]), "selection": row.get("selection", False)}
-    result = check(exact, actual, yardstick=yardstick, **how)
+    result = check(
+        exact, actual, yardstick, row["dtype"], selection=row.get("selection", False)
+    )
     assert result.ok == (not row["reason"]) and row["reason"] in result.reason, result
 
 
 def test_precision_of_a_converted_array_counts(oracle):
     oracle = oracle.astype(ml_dtypes.bfloat16).astype(np.float64)
     actual = (oracle * (1 + 2**-11)).astype(np.float32)
-    assert not check(oracle, actual).ok
-    low = parity.check_parity("x", actual, oracle, oracle, dtype=ml_dtypes.bfloat16)
-    assert low.ok
+    assert not check(oracle, actual, dtype=None).ok
+    assert check(oracle, actual, dtype=ml_dtypes.bfloat16).ok
 
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
@@ -88,7 +88,7 @@ def test_rms_has_a_share_of_the_oracle(many, dtype, part, ok):
     """An error of no direction; its maximum and mean are within their bounds."""
     error = np.where(np.arange(many.size).reshape(many.shape) % 2, 1.0, -1.0)
     most = parity.RMS_OF_ORACLE[np.dtype(dtype).name] * np.sqrt(np.square(many).mean())
-    result = parity.check_parity("x", many + part * most * error, many, many, dtype=dtype)
+    result = check(many, many + part * most * error, dtype=dtype)
     assert (result.error_rms <= result.error_rms_bound) == ok
     if np.dtype(dtype).itemsize == 2:
         assert result.ok == ok, result
@@ -101,9 +101,7 @@ def test_rms_has_a_share_of_the_oracle(many, dtype, part, ok):
 def test_rms_bound_is_one_and_a_half_of_the_yardstick(many, rng, times, ok):
     error = 0.1 * rng.standard_normal(many.shape)
     shifted = times * np.roll(error, 1)
-    result = parity.check_parity(
-        "x", many + shifted, many, many + error, dtype=ml_dtypes.bfloat16
-    )
+    result = check(many, many + shifted, many + error, ml_dtypes.bfloat16)
     assert result.ok == ok, result
     assert ok or "rms error" in result.reason
 
@@ -113,24 +111,23 @@ def test_slope_of_many_elements_is_one(rng, factor, ok):
     """The yardstick's error hides the factor from all other bounds."""
     exact = rng.standard_normal(parity.SLOPE_ELEMENTS)
     yardstick = exact + 0.1 * rng.standard_normal(exact.shape)
-    how = {"dtype": ml_dtypes.bfloat16}
-    result = parity.check_parity("x", factor * exact, exact, yardstick, **how)
+    result = check(exact, factor * exact, yardstick, ml_dtypes.bfloat16)
     assert result.ok == ok and result.slope == pytest.approx(factor), result
     assert ok or "slope" in result.reason
-    few = parity.check_parity("x", factor * exact[1:], exact[1:], yardstick[1:], **how)
+    few = check(exact[1:], factor * exact[1:], yardstick[1:], ml_dtypes.bfloat16)
     assert few.ok and few.slope is None
 
 
 def test_chunks_change_nothing(many, rng, monkeypatch):
     actual = many + 1e-3 * rng.standard_normal(many.shape)
     set_limits(monkeypatch, slope_elements=many.size)
-    whole = check(many, actual, yardstick=actual[::-1], dtype=np.float64)
+    whole = check(many, actual, actual[::-1])
     set_limits(monkeypatch, judged_elements=1000)
-    parts = check(many, actual, yardstick=actual[::-1], dtype=np.float64)
+    parts = check(many, actual, actual[::-1])
     for name in "error_max error_mean error_rms error_bound error_rms_bound slope".split():
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12), name
     actual[-1, -1, -1, -1] = np.nan
-    assert "at other places than the oracle (1)" in check(many, actual, dtype=np.float64).reason
+    assert "at other places than the oracle (1)" in check(many, actual).reason
 
 
 @pytest.mark.parametrize(
@@ -196,16 +193,17 @@ def test_a_block_may_score_a_little_less(scores, slack, ok):
     assert parity.decided(scores, POSITIONS, CONFIG)[0, :, 0].tolist() == [True, True, not ok]
 
 
+FINE = parity.Parity(1e-7, 1e-8, 1e-6, 1e-6, True)
+
+
 @pytest.mark.parametrize("worse, share", table("bench")["shares of bounds"])
 def test_all_errors_count_in_the_share(worse, share):
-    fine = parity.Parity(1e-7, 1e-8, 1e-6, 1e-6, True)
-    assert dataclasses.replace(fine, **worse).share == pytest.approx(share)
+    assert dataclasses.replace(FINE, **worse).share == pytest.approx(share)
 
 
 def test_the_worst_part_speaks_and_a_broken_one_before_it():
-    fine = parity.Parity(1e-7, 1e-8, 1e-6, 1e-6, True)
-    near = parity.Parity(9e-7, 1e-8, 1e-6, 1e-6, True, rows_differ=3)
-    bad = parity.Parity(2.0, 1.0, 1e-6, 1e-6, False, "bad")
-    assert parity.merge([fine, near]) == near
+    near = dataclasses.replace(FINE, error_max=9e-7, rows_differ=3)
+    bad = dataclasses.replace(FINE, error_max=2.0, ok=False, reason="bad")
+    assert parity.merge([FINE, near]) == near
     merged = parity.merge([near, bad])
     assert not merged.ok and merged.reason == "bad" and merged.rows_differ == 3
