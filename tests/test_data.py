@@ -3,17 +3,14 @@
 import itertools
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from bench.harness import process
 from bench.lm import data, log, sources, stream, tokens
 from bench.lm.data import Batches
 from bench.lm.packing import Packed
-from tests import refusals
+from tests import refusals, spawned
 from tests.measured import of_kind
 from tests.tables import table
 
@@ -46,13 +43,19 @@ def documents(total=60):
     return [f"<{i:03d}{'abcdefgh' * (i % 5)}>" for i in range(total)]
 
 
+def jsonl(folder, texts):
+    """A file of JSON lines, of which the last one is empty."""
+    lines = [json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)]
+    (folder / "a.jsonl").write_text("".join(lines) + "\n")
+    return folder / "a.jsonl"
+
+
 @pytest.fixture
 def texts(tmp_path):
     """A folder of `documents()`: the first 40 in a file of JSON lines, each other in a file."""
     found, folder = documents(), tmp_path / "texts"
     folder.mkdir()
-    lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(found)]
-    (folder / "a.jsonl").write_text("\n".join(lines[:40]) + "\n\n")
+    jsonl(folder, found[:40])
     for i, text in enumerate(found[40:]):
         (folder / f"b{i:02d}.txt").write_text(text)
     return folder
@@ -74,6 +77,13 @@ def same(one, other):
     assert (one.segment_ids is None) == (other.segment_ids is None)
     if one.segment_ids is not None:
         np.testing.assert_array_equal(one.segment_ids, other.segment_ids)
+
+
+def parts_of(batches):
+    """The text of each part of a document, by the rows of these batches."""
+    for batch in batches:
+        for row, segments in zip(batch.tokens, batch.segment_ids, strict=True):
+            yield [row[segments == x].tobytes().decode() for x in np.unique(segments)]
 
 
 @pytest.mark.parametrize("pack", data.PACKS)
@@ -104,11 +114,8 @@ def test_rows_hold_the_documents(texts, load):
     rows = batches._packed.count
     steps = range(rows // 4), range(-(-rows // 4), 2 * rows // 4)  # of one epoch each
     epochs = [[batches.train(i) for i in each] for each in steps]
-    for batch in itertools.chain(*epochs, batches.evaluation(2)):
-        for row, segments in zip(batch.tokens, batch.segment_ids, strict=True):
-            for segment in np.unique(segments):
-                text = row[segments == segment].tobytes().decode()
-                assert any(text in document for document in found)
+    for parts in parts_of(itertools.chain(*epochs, batches.evaluation(2))):
+        assert all(any(text in document for document in found) for text in parts)
     first, second = ([b.tokens.tobytes() for b in epoch] for epoch in epochs)
     assert len(first) == len(set(first)) and set(first).isdisjoint(second)
     held_out = batches.held_out.tobytes()
@@ -169,9 +176,7 @@ class TestParquet:
         return tmp_path / "x.parquet"
 
     def test_the_same_as_jsonl(self, path, load, tmp_path):
-        lines = [json.dumps({"text": text}) + "\n" for text in documents()]
-        (tmp_path / "x.jsonl").write_text("".join(lines))
-        one, other = load(path), load(tmp_path / "x.jsonl")
+        one, other = load(path), load(jsonl(tmp_path, documents()))
         same(one.train(5), other.train(5))
         assert one.sha256 == other.sha256
 
@@ -204,14 +209,12 @@ class TestTokenizer:
         return tmp_path / "tokenizer.json"
 
     def test_tokens_are_its(self, path, load, tmp_path):
-        texts = ["a b x", "c", "b b b b"] * 20
-        lines = [json.dumps({"text": text}) + "\n" for text in texts]
-        (tmp_path / "x.jsonl").write_text("".join(lines))
-        batches = load(tmp_path / "x.jsonl", tokenizer=str(path))
+        texts = jsonl(tmp_path, ["a b x", "c", "b b b b"] * 20)
+        batches = load(texts, tokenizer=str(path))
         expected = [1, 2, 0, 4, 3, 4, 2, 2, 2, 2, 4] * 20
         assert np.concatenate([batches.training, batches.held_out]).tolist() == expected
         assert batches.vocabulary == 5 and batches.train(0).tokens.dtype == np.uint16
-        assert load(tmp_path / "x.jsonl").sha256 != batches.sha256
+        assert load(texts).sha256 != batches.sha256
         found = load("text", tokenizer=str(path), size=2**12)
         assert found.vocabulary == 5 and found.train(0).tokens.max() < 5
 
@@ -297,11 +300,8 @@ def test_a_stream_holds_out_every_sixteenth_document(streamed):
     texts = documents(70)
     batches = streamed(texts, buffer=64)
     held_out = {texts[i] for i in range(15, 64, 16)}
-    for batch in [batches.train(i) for i in range(40)]:
-        for row, segments in zip(batch.tokens, batch.segment_ids, strict=True):
-            for segment in range(1, segments[-1]):  # whole documents
-                text = row[segments == segment].tobytes().decode()
-                assert text in texts and text not in held_out
+    for parts in parts_of(batches.train(i) for i in range(40)):
+        assert {*parts[1:-1]} <= {*texts} - held_out  # whole documents
     joined = b"".join(text.encode() for text in held_out)
     for batch in batches.evaluation(2):
         assert set(batch.tokens.tobytes()) <= set(joined) and batch.tokens.shape == (4, WIDTH)
@@ -373,13 +373,7 @@ def test_the_real_library_beside_a_fake_hub(tmp_path):
     with hub_of("me/tiny", files) as url:
         changes = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home")}
         changes |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", REAL, str(tmp_path), url],
-            env=process.environment(changes),
-            cwd=process.ROOT,
-            capture_output=True,
-            text=True,
-        )
+        done = spawned.python("-c", REAL, tmp_path, url, **changes)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "the order does not change" in done.stderr
     result = json.loads(done.stdout.partition("RESULT ")[2])
