@@ -101,17 +101,22 @@ def test_the_table_has_hosts_where_records_have(tmp_path, monkeypatch):
         assert head.count("host") == hosts and row.endswith(f"| {cells} | {commit} |")
 
 
-def test_a_part_longer_than_the_whole_is_refused():
-    times = {"time_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1, "samples": 32}
-    parts = {x: record(x, "sdpa", ms) for x, ms in (("selected", 1.3), ("sliding", 0.2))}
-    assert decode.doubt(parts, times) == {}, "its fastest samples are within the noise"
-    parts["selected"] = record("selected", "sdpa", 1.5)
-    found = decode.doubt(parts, times)
-    assert found["status"] == "error" and "selected 1.5 ms" in found["reason"]
-    assert "than the whole, 1 ms" in found["reason"] and "sliding" not in found["reason"]
-    assert decode.doubt(parts, times | {"samples": 2}) == {}, "two samples tell no noise"
-    parts["selected"] = record("selected", "sdpa", None)
-    assert decode.doubt(parts, times) == {}, "a part without a time says nothing"
+LONGER = "a part must not take longer than the whole, 1 ms, got selected 1.5 ms"
+
+
+@pytest.mark.parametrize(
+    "part_ms, samples, refused",
+    [
+        (1.5, 32, {"status": "error", "reason": LONGER}),
+        (1.3, 32, {}),  # The part's fastest samples are within the noise.
+        (1.5, 2, {}),  # Two samples tell no noise.
+        (None, 32, {}),
+    ],
+)
+def test_a_part_longer_than_the_whole_is_refused(part_ms, samples, refused):
+    times = {"time_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1, "samples": samples}
+    parts = {x: record(x, "sdpa", ms) for x, ms in (("selected", part_ms), ("sliding", 0.2))}
+    assert decode.doubt(parts, times) == refused
 
 
 def test_what_is_timed_copies_nothing(framework, tmp_path, monkeypatch):
