@@ -1,5 +1,7 @@
 """`bench.block_selection` on a CPU: rows, what is judged, what a wrong result does."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -13,15 +15,16 @@ TABLE = table("bench")
 SMALL = "--lengths=48,64 --heads=4 --kv_heads=2 --dk=16 --block=8 --n_sel=3 --device=cpu"
 
 
-def run(path, *arguments):
+def run(folder, *arguments):
     """Exit status and rows of the command."""
+    path = folder / "rows.jsonl"
     status = called(block_selection, SMALL, "--seconds=0.01 --out", path, *arguments)
     return status, records.flat_lines(path)
 
 
 def test_rows(tmp_path, monkeypatch):
     monkeypatch.setitem(block_selection.QSA, "num_selected", 8)
-    status, rows = run(tmp_path / "rows.jsonl", "--checked=20 --dtype=float32")
+    status, rows = run(tmp_path, "--checked=20 --dtype=float32")
     assert status == exit_status.OK and len(rows) == 50
     assert {(x["S"], x["mode"], x["implementation"]) for x in rows} == {
         (length, mode, name)
@@ -84,17 +87,10 @@ def test_what_vllm_reads():
 
 
 def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
-    timed, left = block_selection.timed, iter([True, False])
-
-    def full(*given):
-        if next(left):
-            return timed(*given)
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has"
-        )
-
-    monkeypatch.setattr(block_selection, "timed", full)
-    status, rows = run(tmp_path / "rows.jsonl", "--mode=forward --implementation=nsa_blocks")
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has")
+    timed = mock.Mock(wraps=block_selection.timed, side_effect=(mock.DEFAULT, full))
+    monkeypatch.setattr(block_selection, "timed", timed)
+    status, rows = run(tmp_path, "--mode=forward --implementation=nsa_blocks")
     assert status == exit_status.NOT_MEASURED
     found = [(row["status"], row.get("reason", "")) for row in rows]
     assert found == [("ok", ""), ("oom", "CUDA out of memory. Tried to allocate 16.00 GiB")]
@@ -107,7 +103,7 @@ def test_a_block_too_early_is_wrong(tmp_path, monkeypatch):
         return attend(module, *rest, block_indices=block_indices - 1)
 
     monkeypatch.setattr(ours, "block_attention", early)
-    status, rows = run(tmp_path / "rows.jsonl", "--mode=forward --dtype=float32")
+    status, rows = run(tmp_path, "--mode=forward --dtype=float32")
     assert status == exit_status.WRONG
     wrong = [x for x in rows if x["status"] == "wrong"]
     assert {x["implementation"] for x in wrong} == {"nsa_blocks"} and len(wrong) == 2
@@ -116,7 +112,7 @@ def test_a_block_too_early_is_wrong(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("words, ends, count", TABLE["rows of block selection"])
 def test_some_rows(words, ends, count, tmp_path):
-    status, rows = run(tmp_path / "rows.jsonl", words)
+    status, rows = run(tmp_path, words)
     assert status == getattr(exit_status, ends) and len(rows) == count
     assert {row["S"] for row in rows} == {48, 64}
 

@@ -7,9 +7,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -284,11 +284,8 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(store, builds, name):
 
 def failing(place, number):
     """A call that writes fails."""
-
-    def function(*arguments, **options):
-        raise OSError(number, os.strerror(number))
-
-    return lambda store, patch: patch.setattr(place, function)
+    call = mock.Mock(side_effect=OSError(number, os.strerror(number)))
+    return lambda store, patch: patch.setattr(place, call)
 
 
 def another_user(store, patch):
@@ -346,8 +343,8 @@ def test_where_nothing_can_be_kept_kernels_stay_in_memory(
 # Processes
 
 
-def start(script, folder):
-    """A process without JAX and torch."""
+def fetched(folder, script="", count=1):
+    """How processes without JAX and torch end that fetch kernels at the same time."""
     script = (
         "import os, sys\n"
         "sys.modules.update(dict.fromkeys(('jax', 'torch')))\n"
@@ -355,22 +352,19 @@ def start(script, folder):
         "from tests.runtime_samples import fetch\n"
         f"{script}\nfetch(Path({str(folder)!r}))"
     )
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, **pipes)
+    with ThreadPool(count) as pool:
+        return pool.starmap(spawned.python, [("-c", script)] * count)
 
 
 def test_processes_at_once_build_once(tmp_path):
-    processes = [start("", tmp_path) for _ in range(4)]
-    for process in processes:
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 0 and out.split() == ["1", "2"], err
+    for done in fetched(tmp_path, count=4):
+        assert done.returncode == 0 and done.stdout.split() == ["1", "2"], done.stderr
     assert sorted((tmp_path / "builds").read_text().split()) == ["1", "2"]
 
 
 def test_a_process_that_is_killed_leaves_no_half_file_and_no_lock(tmp_path, builds):
-    process = start("os.replace = lambda *_: os.kill(os.getpid(), 9)", tmp_path)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL, err
+    (done,) = fetched(tmp_path, "os.replace = lambda *_: os.kill(os.getpid(), 9)")
+    assert done.returncode == -signal.SIGKILL, done.stderr
     folder = tmp_path / "kernels"
     assert len(list(folder.glob("*.tmp"))) == 1 and list(folder.glob("*.kernel")) == []
     check_fetched(Store(folder), 1)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import subprocess
+from unittest import mock
 
 import pytest
 import yaml
@@ -161,7 +162,7 @@ def test_a_rewrite_keeps_policy_and_the_other_thresholds(run, write, tmp_path, m
     more = write(pairs("sliding", {512: 1.0, 1024: 3.0}, H=4), "more.jsonl")
     before = path.read_text()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(os, "replace", mock.Mock(side_effect=OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             run(more, "--threshold=fa2_min_len_win")
     assert path.read_text() == before and len(list(path.parent.iterdir())) == 1
