@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import sys
 from unittest import mock
 
@@ -243,15 +244,13 @@ def test_what_is_a_graph(words, graph):
     assert train._variant("torch", DENSE, "math").graph == graph
 
 
-@pytest.fixture
-def torchrun(monkeypatch):
-    """As if it had started this process by itself."""
-    about = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    for name, value in (about | {"TORCHELASTIC_RUN_ID": "one"}).items():
-        monkeypatch.setenv(name, value)
+# Variables of a process that torchrun started by itself.
+ONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+ONE |= {"TORCHELASTIC_RUN_ID": "one"}
 
 
-def test_safe_ranks_compare_collectives(torchrun):
+@mock.patch.dict(os.environ, ONE)
+def test_safe_ranks_compare_collectives():
     own = cli.define(flags.FlagValues(), **spread.DEFINED)
     own(["train", "--parallel=ddp", "--ddp_safe"])
     ranks = spread.ranks(own, "torch")
@@ -270,29 +269,24 @@ LAUNCHED = TABLE["launched"]
 def test_several_processes_that_do_not_know_each_other(
     command,  # noqa: F811
     tmp_path,
-    monkeypatch,
     launcher,
     arguments,
 ):
     """Each would train a copy, all into one --out."""
-    for name, value in LAUNCHED[launcher].items():
-        monkeypatch.setenv(name, value)
-    use = TABLE["used"][arguments]
-    with pytest.raises(ValueError, match=f"^{launcher} started 2 processes .*{use}"):
-        command("--steps=1", "--corpus_bytes=65536", *arguments.split())
+    told = f"^{launcher} started 2 processes .*{TABLE['used'][arguments]}"
+    with mock.patch.dict(os.environ, LAUNCHED[launcher]), pytest.raises(ValueError, match=told):
+        command("--steps=1 --corpus_bytes=65536", *arguments.split())
     assert not list(tmp_path.rglob("train.jsonl"))
 
 
 @pytest.mark.parametrize("alone", TABLE["alone"])
-def test_a_process_by_itself(monkeypatch, alone):
-    for name, value in alone.items():
-        monkeypatch.setenv(name, value)
-    launchers.check_one()
+def test_a_process_by_itself(alone):
+    with mock.patch.dict(os.environ, alone):
+        launchers.check_one()
 
 
-def test_other_commands_are_one_process(monkeypatch, capsys):
-    for name, value in LAUNCHED["torchrun"].items():
-        monkeypatch.setenv(name, value)
+@mock.patch.dict(os.environ, LAUNCHED["torchrun"])
+def test_other_commands_are_one_process(capsys):
     ran = []
     assert commands.start(ran.append) == 2 and not ran
     assert "torchrun started 2 processes (WORLD_SIZE=2)" in capsys.readouterr().err
@@ -303,11 +297,9 @@ def test_other_commands_are_one_process(monkeypatch, capsys):
 
 
 def test_a_lost_rank_is_an_exit_status(command, monkeypatch, capsys):  # noqa: F811
-    def lost(*_):
-        raise train.LostError("rank 0 of 2 lost another rank")
-
+    lost = mock.Mock(side_effect=train.LostError("rank 0 of 2 lost another rank"))
     monkeypatch.setattr(train.loop, "run", lost)
-    status, output, _ = command("--framework=torch", "--steps=1", "--corpus_bytes=65536")
+    status, output, _ = command("--framework=torch --steps=1 --corpus_bytes=65536")
     assert status == train.LOST and "error: rank 0 of 2 lost another rank" in output.err
 
 
