@@ -276,6 +276,29 @@ def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
         assert torch.allclose(taught(tokens), alone, atol=1e-5) == (blocks == 100)
 
 
+def test_an_exact_model_selects_the_blocks_with_most_attention():
+    torch.manual_seed(0)
+    todo, tokens = task("nsa"), torch.randint(256, (2, 100))
+    plain = torch_lm.LM(altered(todo, {}).model)
+    torch.nn.init.normal_(plain.embedding)
+    for parameter in plain.parameters():  # otherwise attention is nearly uniform
+        parameter.data *= 4
+    layer, config = plain.blocks[0].attention, plain.spec.layer.config
+    x = torch.randn(2, 100, 16)
+    query, key, *_ = layer.project(x, torch.arange(100).expand(2, 100))
+    expected = nsa.select(attended(query, key.selected), config, ROWS)
+    found = full.best_blocks(layer, x, config)
+    assert torch.equal(found.sort(-1).values.int(), expected.sort(-1).values)
+    exact = torch_lm.LM(altered(todo, {}, exact=True).model)
+    exact.load_state_dict(plain.state_dict())
+    assert not torch.allclose(exact(tokens), plain(tokens), atol=1e-3)
+    block, normed = exact.blocks[0], exact.blocks[0].norm_attention(x)
+    lists = full.best_blocks(block.attention, normed, config)
+    out, _ = full.attend(block.attention, normed, False, block_indices=lists)
+    y = x + block.attention.out(out.flatten(2))
+    torch.testing.assert_close(block(x), y + block.mlp(block.norm_mlp(y)))
+
+
 def test_a_teacher_chooses_blocks_in_the_first_steps(tmp_path):
     """In training, and not in evaluations. The last steps are those of the model alone."""
     todo = altered(task("nsa"), {}, own_share=0.5)

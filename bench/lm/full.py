@@ -16,8 +16,10 @@ In a full layer, the selected branch attends to all keys:
 Only steps of training have full layers. With a third option, `teacher`, a layer selects the blocks
 to which the same layer of a dense model attends most, in training and in evaluations. With
 `own_share`, the model chooses its own blocks in the last steps of the training and in evaluations.
+With `exact`, a layer selects the blocks to which it would itself attend most.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -28,9 +30,6 @@ from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from nsa_torch import functional
 from nsa_torch.module import NSAAttention
-from nsa_torch.select import select_from_scores
-
-CHUNK = 512  # number of queries whose logits are in memory at a time
 
 
 def attend(
@@ -79,29 +78,20 @@ def attend(
 
 @torch.no_grad()
 def best_blocks(attention: Any, x: Tensor, config: NSAConfig) -> Tensor:
-    """Return the blocks to which a layer with dense attention attends most, int32
+    """Return the blocks to which a layer attends most if it attends to all keys, int32
     `[B, T, Hkv, n]` with -1 in empty slots. The attention to a block is summed over the keys of
     the block and over the query heads of a group. Blocks that `config` always selects are among
     the blocks.
 
     Args:
-      attention: The layer, `torch_lm.DenseAttention`.
+      attention: The layer, an `NSAAttention` with the keys of its selected branch, or a
+        `torch_lm.DenseAttention`.
       x: The input of the layer `[B, T, dim]`. Each row must be one sequence.
       config: Block size and number of selected blocks.
     """
     where = torch.arange(x.shape[1], device=x.device)
     query, key, _, _ = attention.project(x, where.expand(x.shape[:2]))
-    query = query.unflatten(2, (key.shape[2], -1)) * key.shape[-1] ** -0.5
-    count = config.num_blocks(x.shape[1])
-    found = []
-    for first, part in zip(range(0, x.shape[1], CHUNK), query.split(CHUNK, 1), strict=True):
-        end = first + part.shape[1]
-        at, keys = where[first:end], where[:end]
-        logits = torch.einsum("btghd,bsgd->btghs", part, key[:, :end]).float()
-        hidden = (keys > at[:, None])[:, None, None]
-        p = logits.masked_fill_(hidden, -torch.inf).softmax(-1).sum(3)
-        padding = count * config.select_block - end
-        mass = F.pad(p, (0, padding)).unflatten(-1, (count, -1)).sum(-1)  # [B, t, Hkv, blocks]
-        own = (at // config.select_block)[:, None]
-        found.append(select_from_scores(mass, own, config))
-    return torch.cat(found, 1)
+    key = key.selected if isinstance(key, Branches) else key
+    # A compressed token of one key is the key itself, so that the scores are sums of attention.
+    every = dataclasses.replace(config, compress_block=1, compress_stride=1)
+    return functional.select_blocks(query, key, config=every)

@@ -54,6 +54,8 @@ class ModelSpec:
       alignment: Weight of the loss that draws full and sparse outputs of a layer towards each
         other.
       teacher: File with the weights of a model with dense attention, which chooses the blocks.
+      exact: Whether a layer selects the blocks to which it would attend most if it attended to all
+        keys (`full.py`).
       own_share: Share of the training steps, the last ones, in which a model with a teacher chooses
         its own blocks. If `own_share` is not 0, it also does so in evaluations.
         Only torch supports the options from `selection_loss` on, in one process and for rows of
@@ -77,6 +79,7 @@ class ModelSpec:
     full_share: float = 0.0
     alignment: float = 0.0
     teacher: str = ""
+    exact: bool = False
     own_share: float = 0.0
 
     def __post_init__(self) -> None:
@@ -155,7 +158,7 @@ class ModelSpec:
 
 
 NUMBERS = ("selection_loss", "selection_from", "full_share", "alignment", "own_share")
-WHOLE_ROWS = (*NUMBERS, "teacher")
+WHOLE_ROWS = (*NUMBERS, "teacher", "exact")
 TORCH_ONLY = ("dense_first", "dense_every", *WHOLE_ROWS)
 UNSTATED = ("norm_eps", *TORCH_ONLY)
 

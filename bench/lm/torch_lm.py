@@ -174,6 +174,8 @@ class Block(nn.Module):
             trains = torch.is_grad_enabled()
             if trains and spec.selection_loss and self.phase.trains_selection:
                 self.losses.append(spec.selection_loss * selection.loss(attention, x))
+            if spec.exact:
+                block_indices = full.best_blocks(attention, x, attention.config)
             is_full, aligned = trains and self.phase.is_full, trains and spec.alignment > 0
             if block_indices is None and not (is_full or aligned):
                 return attention(x)[0]
