@@ -120,27 +120,37 @@ class Adopted(TorchPages):
             shape = self.pool, self.kinds, block, sizes.Hkv, sizes.D
             self.memory = torch.full(shape, torch.nan, dtype=dtype, device=device)
             return nsa_torch.PagedCache.view(*self.memory.unbind(1)[:2], **options)
-        shape = self.pool, block, sizes.Hkv
-        self.memory = [torch.zeros(*shape, width).to(dtype) for width in widths]
-        for kind in ("key", "value") if sizes.fp8 else ():
-            options[f"{kind}_scale"] = torch.ones(self.pool, sizes.Hkv, block)
-        return nsa_torch.PagedCache.view(*self.memory, **options)
+        ones, arrays = functools.partial(torch.ones, self.pool), {}
+        for kind, width in zip(("key", "value"), widths, strict=True):
+            arrays[f"{kind}_pages"] = ones(block, sizes.Hkv, width).to(dtype)
+            if sizes.fp8:
+                arrays[f"{kind}_scale"] = ones(sizes.Hkv, block)
+            else:
+                slots = block // sizes.config.compress_stride
+                arrays[f"compressed_{kind}"] = ones(slots, sizes.Hkv, width)
+        self.memory = [*arrays.values()]
+        return nsa_torch.PagedCache.view(**arrays, **options)
 
     def snapshot(self):
         return {name: x[:: self.kinds or 1] for name, x in super().snapshot().items()}
 
 
 @by_separate
-@pytest.mark.parametrize("kinds", [0, 1, 2, 3])
-def test_adopted_pages_are_written_in_place(kinds, separate):
+@pytest.mark.parametrize(
+    "kinds, fp8", [(0, False), (1, False), (1, True), (2, False), (3, False)]
+)
+def test_adopted_pages_are_written_in_place(kinds, fp8, separate):
     """What lies between them, or behind whole pages, is not touched; a fork is of the caller's
-    numbers of pages.
+    numbers of pages. Pages in fp8 bring their scales, others may bring compressed tokens.
     """
-    path = Adopted(Sizes(Dv=8, separate=separate), kinds=kinds)
+    path = Adopted(Sizes(Dv=8, separate=separate, fp8=fp8), kinds=kinds)
     check(path, HISTORIES["fork and crop"])
     key, tensors = path.cache.selected_key, path.cache.tensors().values()
-    assert all(x.is_contiguous() for x in tensors) and key.isfinite().any()
+    assert all(x.is_contiguous() for x in tensors) and key.float().isfinite().any()
     assert key.data_ptr() == path.memory[0].data_ptr()
+    if kinds == 1:
+        adopted = {x.data_ptr() for x in path.memory}
+        assert adopted <= {x.data_ptr() for x in tensors} and len(adopted) == 4
     if kinds == 0:
         assert path.cache.num_pages == POOL and path.memory[-5:].isnan().all()
         assert sum(x.isfinite().sum() for x in tensors) == path.memory.isfinite().sum()
@@ -150,12 +160,6 @@ def test_adopted_pages_are_written_in_place(kinds, separate):
     at = torch.tensor([[POOL]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
     with pytest.raises(ValueError, match=rf"0\.\.{POOL - 1}, got {POOL}"):
         nsa_torch.paged_attention(query, gates, path.cache, *at)
-
-
-def test_adopted_pages_in_fp8_bring_their_scales():
-    path = Adopted(Sizes(fp8=True))
-    check(path, HISTORIES["fork and crop"])
-    assert path.cache.selected_key is path.memory[0]
 
 
 @by_path
@@ -182,10 +186,9 @@ def test_nothing_is_written_without_a_page(path, fp8):
 
 
 def test_a_page_beyond_the_pool_is_none():
-    draw, pages = np.random.default_rng(0), jnp.array([[1], [POOL + 3]])
-    cache = jax.tree.map(
-        lambda x: jnp.asarray(draw.random(x.shape), x.dtype), JaxPages(Sizes()).cache
-    )
+    pages = jnp.array([[1], [POOL + 3]])
+    numbered = lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
+    cache = jax.tree.map(numbered, JaxPages(Sizes()).cache)
     found = jax.jit(nsa_jax.PagedCache.copy_pages)(cache, *pages)
     for one, other in zip(*map(jax.tree.leaves, (found, cache)), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -239,24 +242,6 @@ def test_runs_of_a_step(starts, lengths, page, wanted):
     assert found == wanted
 
 
-def test_many_decode_rows_are_not_padded():
-    runs = plan_runs(bounds([1] * 100 + [8] * 100).tolist(), [40] * 200, 16)
-    assert [x.rows for x in runs] == [slice(0, 100), slice(100, 200)]
-
-
-def test_a_prompt_does_not_gather_the_rows_beside_it():
-    """No run copies more than one row of the longest, or 2^17 keys."""
-    page, rng = 64, np.random.default_rng(0)
-    for _ in range(100):
-        counts = rng.choice([0, 1, 1, 4, 30, 900], size=20)
-        lengths = (counts + rng.integers(0, 1 << 16, 20)) * (counts > 0)
-        runs = plan_runs(bounds(counts).tolist(), lengths.tolist(), page)
-        assert sum(run.tokens.stop - run.tokens.start for run in runs) == counts.sum()
-        for run in runs:
-            copied = (run.rows.stop - run.rows.start) * run.columns * page
-            assert run.few or copied <= max(1 << 17, lengths.max() + page)
-
-
 def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
     """Rows of decode and of prompts in one call, some of no token; tables are cut to each run."""
     turns = of_counts([37, 44, 0, 0, 0], [1, 1, 0, 61, 20])
@@ -274,36 +259,9 @@ def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
             assert gathered[1:] == [(2, 6), (2, 4)]
 
 
-@by_separate
-@pytest.mark.parametrize("counts", [[40, 0], [33, 33]], ids=["one row", "two alike"])
-def test_rows_that_begin_are_not_copied_from_pages(separate, counts, monkeypatch):
-    """All of their tokens are those of the call; the output is that of copied ones."""
-    note = lambda *call: call
-    copied = pretend.watched(monkeypatch, "copied_pages", note)
-    numbers = []
-    for runs in (plan_runs(bounds(counts).tolist(), counts, 16), None):
-        path, before = TorchPages(Sizes(separate=separate)), len(copied)
-        path.step = functools.partial(path.attend, new=True, runs=runs)
-        check(path, of_counts(counts))
-        numbers.append(len(copied) - before)
-    assert numbers[0] < numbers[1]
-
-
-# What a cache in fp8 saves.
-
-
-def test_what_fp8_saves():
-    """Bytes of a token, head and layer; a ring is those of 64 tokens a row."""
-    sizes = 1, 1, 128, 128
-
-    def bytes_of(cache):
-        pages = {k: x for k, x in cache.tensors().items() if not k.startswith("recent")}
-        return sum(x.numel() * x.element_size() for x in pages.values()) / 64
-
-    half = bytes_of(nsa_torch.PagedCache(*sizes))
-    eight = nsa_torch.PagedCache(*sizes, dtype=torch.float8_e4m3fn, max_rows=1)
-    assert (half, bytes_of(eight)) == (544, 288.25)
-    assert eight.recent_key.numel() == 64 * 128 and eight.dtype is torch.bfloat16
+def test_a_cache_in_fp8_is_of_bfloat16():
+    cache = nsa_torch.PagedCache(1, 1, 8, 8, dtype=torch.float8_e4m3fn)
+    assert cache.compressed_key.dtype is cache.dtype is torch.bfloat16
 
 
 # On a GPU.
@@ -423,15 +381,6 @@ def test_one_graph_over_500_steps(implementation, kind):
         unnamed = slice(-1, None) if name.startswith("recent") else slice(-around, None)
         assert torch.equal(x[unnamed], before[name][unnamed]), name
     assert begin[1] > 1000 and not torch.equal(mine["selected_key"], before["selected_key"])
-
-
-def test_pages_of_an_engine_are_not_copied():
-    memory = {x: torch.zeros(3, 16, 2, 8) for x in ("key_pages", "value_pages")}
-    memory |= {x: torch.zeros(3, 4, 2, 8) for x in ("compressed_key", "compressed_value")}
-    cache = nsa_torch.PagedCache.view(**memory, config=SMALL)
-    assert {x.data_ptr() for x in cache.tensors().values()} == {
-        x.data_ptr() for x in memory.values()
-    }
 
 
 @pytest.mark.gpu

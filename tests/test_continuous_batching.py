@@ -171,19 +171,6 @@ def test_the_document_runs():
 
 
 @served
-def test_with_a_configuration_of_transformers():
-    lm, prompt = model(), prompts()[1]
-    call = lambda config: lm.generate_batch(
-        [prompt], **options(lm) | {"continuous_batching_config": config}
-    )
-    found = call(ContinuousBatchingConfig(page_size=16, num_blocks=9))["req_0"]
-    assert found.generated_tokens == alone(lm, prompt, TOKENS)
-    message = "page_size must be select_block=16, got 256; pass continuous_batching_c"
-    with pytest.raises(ValueError, match=message):
-        call(ContinuousBatchingConfig())
-
-
-@served
 @pytest.mark.parametrize("changes", [{}, {"key_taps": 3}], ids=str)
 def test_prefixes_are_shared_and_forks_copied(changes, monkeypatch):
     lm, prompt = model(**changes), prompts()[1]
@@ -363,8 +350,12 @@ def test_what_is_refused():
     for row in refusals.rows("continuous batching"):
         with row.refused():
             continuous_batching_config(lm.config, **row.given())
-    with pytest.raises(ValueError, match="num_beams must be 1"):
-        lm.generate_batch([[1, 2]], **options(lm, num_beams=2))
+    for message, given in (
+        ("num_beams must be 1", options(lm, num_beams=2)),
+        ("got 256; pass", {"continuous_batching_config": ContinuousBatchingConfig()}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lm.generate_batch([[1, 2]], **given)
     lm = on("cpu")
     step = lambda: lm(torch.ones(1, 2).long(), cache=NSAPagedModelCache(lm.config, 1, 44))
     lm.set_nsa_implementation(Branches.each("sdpa"))
