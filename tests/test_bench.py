@@ -217,11 +217,6 @@ class TestSlabs:
         for name in alone:
             np.testing.assert_allclose(found[name], alone[name], rtol=0, atol=1e-12)
 
-    def test_a_masked_cotangent_lives_on_the_checked_rows(self):
-        slabs = oracle.Slabs((0, 30), 4, 40)
-        masked = np.asarray(slabs.masked(jnp.ones((1, 40, 2, 3))))
-        assert np.flatnonzero(masked[0, :, 0, 0]).tolist() == slabs.rows.tolist()
-
 
 def test_timing_counts_calls_and_orders_percentiles(monkeypatch):
     # A clock that only the call moves: no load on this machine can change the answer.

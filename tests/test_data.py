@@ -35,10 +35,6 @@ def test_packing_predicts_each_token_once(width, lengths):
     assert predicted.max() <= 1 and (predicted == 0).sum() == left_over
 
 
-def test_packing_of_no_document():
-    assert Packed(np.zeros(0), np.zeros(1, int), (1,), 4).count == 0
-
-
 def documents(total=60):
     return [f"<{i:03d}{'abcdefgh' * (i % 5)}>" for i in range(total)]
 

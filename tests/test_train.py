@@ -3,13 +3,11 @@
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -18,6 +16,7 @@ import safetensors.torch
 import torch
 
 from bench import train
+from bench.harness.process import ROOT
 from bench.lm import (
     checkpoint,
     curves,
@@ -52,6 +51,7 @@ TRAINING = task().training
 CORPUS = 2**16
 ATTENTIONS: tuple[spec.Attention, ...] = ("nsa", "dense")
 FRAMEWORKS = ("jax", "torch")
+by_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,7 +84,7 @@ def test_train_smoke_falls_alike_in_jax_and_torch(whole, attention):
     assert jax[-3:].mean() < jax[0] - 1 and ours.held_out_loss < jax[0] - 1
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@by_framework
 def test_a_resumed_run_gives_the_same_losses(whole, tmp_path, framework):
     todo = task("nsa")
     options = {"framework": framework}
@@ -108,7 +108,7 @@ def test_a_run_goes_on_in_the_other_framework(whole, tmp_path):
     assert apart(losses, whole["torch", "dense"][1][5:]) < TOLERANCE
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@by_framework
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, framework):
     todo = task("dense", lr=1e30, warmup=0)
     _, summary, losses = trained(tmp_path, todo, framework=framework, save_every=1)
@@ -127,7 +127,7 @@ CULPRIT = (
 )
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@by_framework
 def test_a_diverged_step_changes_nothing(tmp_path, framework):
     learner, run = learner_of(tmp_path, task("dense"), framework=framework)
     batch = run.batches.train(0)
@@ -155,7 +155,7 @@ def test_a_diverged_step_changes_nothing(tmp_path, framework):
     assert [path.name for path in run.folder.iterdir()] == [kept.name]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@by_framework
 def test_a_following_batch_changes_no_number(tmp_path, framework):
     """The following batch that is given: none, the right one, or another one."""
     found = []
@@ -168,7 +168,7 @@ def test_a_following_batch_changes_no_number(tmp_path, framework):
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@by_framework
 def test_a_program_serves_any_number_of_documents_that_there_is_room_for(
     tmp_path, monkeypatch, framework
 ):
@@ -297,18 +297,19 @@ def test_verdicts():
     assert curves.losses([*found, *again])["jax-nsa"][0] == 6.0
 
 
-def test_a_damaged_line_is_named(tmp_path):
+@pytest.mark.parametrize("old, new, message", TABLE["lines"])
+def test_a_damaged_line_is_named(tmp_path, old, new, message):
     path = tmp_path / "train.jsonl"
-    log.append(path, lines("jax", "nsa", [1.0]))
-    good = json.loads(path.read_text().splitlines()[0])
-    for change, message in TABLE["lines"]:
-        path.write_text(json.dumps(good) + "\n" + json.dumps(good | change) + "\n")
-        with pytest.raises(ValueError, match=f"train.jsonl:2: .*{message}"):
-            log.read(path)
+    log.append(path, lines("jax", "nsa", [1.0])[:1])
+    good = path.read_text()
+    path.write_text(good + good.replace(old, new))
+    with pytest.raises(ValueError, match=f"train.jsonl:2: .*{message}"):
+        log.read(path)
 
 
-SMALL = ("--seq_len=64", "--batch=1", "--steps=3", f"--corpus_bytes={CORPUS}")
-SMALL = (*SMALL, "--set=model.layers=1", "--set=model.dim=32")
+DENSE = "--framework=torch --attention=dense --seq_len=64 --batch=1"
+SMALL = f"--seq_len=64 --batch=1 --steps=3 --corpus_bytes={CORPUS}"
+SMALL += " --set=model.layers=1 --set=model.dim=32"
 
 
 @pytest.fixture
@@ -325,30 +326,26 @@ def command(tmp_path, capsys):
 
 
 def test_the_command_trains_all_and_draws(command, tmp_path):
-    status, output, found = command(*SMALL, "--margin=1", "--warmup=0")
+    status, output, found = command(SMALL, "--margin=1 --warmup=0")
     assert status == 0 and "JAX and torch agree at every step, nsa: yes" in output.out
     kinds = [line.kind for line in found]
     assert [kinds.count(kind) for kind in log.KINDS] == [4, 4, 12, 4, 4, 0]
     assert {line.run for line in found} == {"jax-nsa", "jax-dense", "torch-nsa", "torch-dense"}
     assert all((tmp_path / "out" / name).stat().st_size for name in ("train.png", "train.md"))
     # All four are done: nothing is left to resume, and a verdict is an exit status.
-    status, _, again = command(*SMALL, "--margin=1", "--warmup=0", "--resume", "--tolerance=0")
+    status, _, again = command(SMALL, "--margin=1 --warmup=0 --resume --tolerance=0")
     assert status == train.WRONG and again == found
     for words, folder, message in TABLE["begun"]:
         changed = words.format(out=tmp_path / "out").split()
         with pytest.raises(ValueError, match=message):
-            command(*SMALL, "--warmup=0", *changed, folder=folder)
+            command(SMALL, "--warmup=0", *changed, folder=folder)
 
 
 @pytest.mark.parametrize("size, steps, seen", [(4096, 3, 192 / 3840), (1100, 30, 1920 / 1032)])
 def test_a_text_that_is_seen_more_than_once_is_told(command, size, steps, seen):
     """Of a text of which a sixteenth is held out; with evaluations on the way."""
-    flags = (
-        "--seq_len=64 --batch=1 --framework=torch --attention=dense --evaluate_every=2".split()
-    )
-    _, output, found = command(
-        *flags, f"--steps={steps}", "--pack=once", f"--corpus_bytes={size}"
-    )
+    given = f"--steps={steps} --evaluate_every=2 --pack=once --corpus_bytes={size}"
+    _, output, found = command(DENSE, given)
     assert found[0].epochs == pytest.approx(seen)
     assert (f"warning: the text is seen {seen:.1f} times" in output.err) == (seen > 1)
     evaluations = [line.steps for line in found if isinstance(line, log.Evaluation)]
@@ -358,8 +355,8 @@ def test_a_text_that_is_seen_more_than_once_is_told(command, size, steps, seen):
 @pytest.mark.parametrize("words", TABLE["speeds"])
 def test_the_command_measures_speed(command, words, monkeypatch):
     packed = pretend.calls_of(monkeypatch, variants, "nsa", lambda *at: at[-1])
-    given = "--throughput --tokens=64 --row_seconds=0 --framework=torch".split()
-    status, output, found = command(*given, f"--corpus_bytes={CORPUS}", *words.split())
+    given = f"--throughput --tokens=64 --row_seconds=0 --corpus_bytes={CORPUS}"
+    status, output, found = command(given, "--framework=torch", words)
     rows = [
         f"{x.model} {x.attention} {x.implementation} {x.seq_len} {x.batch} {x.status}"
         for x in found
@@ -383,8 +380,8 @@ def test_the_command_measures_speed(command, words, monkeypatch):
 )
 def test_a_lack_of_memory_is_a_status(command, monkeypatch, error, status):
     monkeypatch.setattr(torch_learner.Learner, "step", mock.Mock(side_effect=error))
-    given = "--throughput", "--lengths=32", "--framework=torch", "--attention=nsa"
-    *_, (line,) = command(*SMALL, *given)
+    given = "--throughput --lengths=32 --framework=torch --attention=nsa"
+    *_, (line,) = command(SMALL, given)
     assert (line.status, line.reason) == (status, f"{type(error).__name__}: {error}")
     assert line.time_ms is None
 
@@ -402,14 +399,11 @@ def test_a_second_ctrl_c_ends_a_run_at_once(capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda x: x.name)
 def test_a_signal_saves_and_resume_goes_on(command, tmp_path, number):
-    arguments = [
-        "--framework=torch", "--attention=dense", "--seq_len=64", "--batch=1",
-        "--steps=200", f"--corpus_bytes={CORPUS}",
-    ]  # fmt: skip
+    given = f"{DENSE} --steps=200 --corpus_bytes={CORPUS}"
     path = tmp_path / "out" / "train.jsonl"
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.train", f"--out={tmp_path / 'out'}", *arguments],
-        cwd=Path(train.__file__).parents[1],
+        [sys.executable, "-m", "bench.train", f"--out={tmp_path / 'out'}", *given.split()],
+        cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
@@ -426,5 +420,5 @@ def test_a_signal_saves_and_resume_goes_on(command, tmp_path, number):
     assert f"the same command with --resume --out={tmp_path / 'out'} goes on" in errors
     kept = tmp_path / "out" / "checkpoints" / "torch-dense"
     assert [x.name for x in kept.iterdir()] == [f"step-{done:06d}"] and done < 200
-    status, _, found = command(*arguments, "--resume")
+    status, _, found = command(given, "--resume")
     assert status == 0 and len(curves.losses(found)["torch-dense"]) == 200

@@ -145,10 +145,6 @@ def test_graphs_of_shards(one, tmp_path):
         assert apart([size for _, size, _ in listed], sizes[:3]) < 10 * TOLERANCE["float32"]
 
 
-def test_packed_rows_are_other_rows(one):
-    assert apart(one["packed"][1], one["ddp4"][1]) > 100 * TOLERANCE["float32"]
-
-
 def test_one_rank_asked_to_stop_and_all_saved(folder):
     path = folder / "moved" / "train.jsonl"
     stopped, _ = of_kind(log.Summary, path)

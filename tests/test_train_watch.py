@@ -164,16 +164,6 @@ def test_scaling_is_a_verdict():
     assert watched.parity([("a", [speed(1, 1000.0), speed(2, 1.0, 24)])]) == []
 
 
-def test_a_line_without_a_field_is_refused(tmp_path):
-    path = tmp_path / "train.jsonl"
-    log.append(path, [header()])
-    line = json.loads(path.read_text())
-    del line["dtype"]
-    path.write_text(json.dumps(line) + "\n")
-    with pytest.raises(ValueError, match="dtype Field required"):
-        log.read(path)
-
-
 @pytest.mark.parametrize("damage", ["bits", "short", "gone", "progress"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path, capfd, damage):
     run, *_ = trained(tmp_path, DENSE, stop=StopAt(5, True), save_every=2)
