@@ -151,17 +151,14 @@ def test_runs_side_by_side_are_a_figure(tmp_path):
             run(figure, *given)
 
 
-def speed(devices: int, tokens_per_s: float, batch: int = 8) -> log.Speed:
-    return logged(log.Speed, batch=batch, devices=devices, tokens_per_s=tokens_per_s)
-
-
-def test_scaling_is_a_verdict():
-    for rate, fate in ((1840.0, True), (1830.0, False)):
-        for batch in (8, 16):
-            lines = [speed(1, 1000.0), speed(2, rate, batch)]
-            (verdict,) = watched.parity([("a", lines)])
-            assert verdict.ok == fate and "2 devices keep their tokens/s" in str(verdict)
-    assert watched.parity([("a", [speed(1, 1000.0), speed(2, 1.0, 24)])]) == []
+@pytest.mark.parametrize("two, fates", TABLE["scaling"])
+def test_scaling_is_a_verdict(two, fates):
+    """Beside one device with 8 rows and 1000 tokens per second."""
+    one = dict(devices=1, batch=8, tokens_per_s=1000.0)
+    lines = [logged(log.Speed, **x) for x in (one, two)]
+    found = watched.parity([("a", lines)])
+    assert [verdict.ok for verdict in found] == fates
+    assert all("2 devices keep their tokens/s" in str(verdict) for verdict in found)
 
 
 @pytest.mark.parametrize("damage", ["bits", "short", "gone", "progress"])

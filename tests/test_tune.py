@@ -32,9 +32,10 @@ def pairs(branch, gains, fast="fa2", **fields):
 made = functools.partial(measured.made, pairs=pairs)
 
 
-def written(folder):
-    """The file of the device that the command wrote."""
-    return policy.read(folder / "out" / f"{SLUG}.yaml")
+@pytest.fixture
+def file(tmp_path):
+    """The file of the device that the command writes."""
+    return tmp_path / "out" / f"{SLUG}.yaml"
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_what_decides(rows, expected):
 
 
 def test_fa2_is_compared_with_masked_sdpa_and_the_portable_path_stands_beside(
-    run, write, capsys
+    run, write, file, capsys
 ):
     rows = made(TABLE["portable"])
     path = write(rows)
@@ -85,7 +86,6 @@ def test_fa2_is_compared_with_masked_sdpa_and_the_portable_path_stands_beside(
     assert "runtime.fa2_min_len_win: never  (fa2 over masked, 2 rows" in printed
     assert "over the portable path 256" in printed
     assert "0.96x fa2 over masked (1 / 1.042 ms), 19.2x over the portable path" in printed
-    file = path.parent / "out" / f"{SLUG}.yaml"
     device = policy.read(file)
     about = device.evidence["fa2_min_len_win"]
     assert (about["over"], about["over_portable_path"]) == ("masked", 256)
@@ -120,14 +120,14 @@ def test_lengths_of_the_committed_records(name):
 ALL = made(TABLE["all"])
 
 
-def test_the_file_says_what_decided(run, write, tmp_path, capsys):
+def test_the_file_says_what_decided(run, write, file, capsys):
     path = write(ALL)
     assert run("--records", path, "--dry_run") == 0
-    assert not (tmp_path / "out").exists()
+    assert not file.parent.exists()
     assert run(path) == 0
     out = capsys.readouterr().out
     assert "+  fa2_min_len_win: 512" in out and f"[{path}:2]" in out
-    device = written(tmp_path)
+    device = policy.read(file)
     assert device.runtime == policy.Thresholds(512, "never", 256)
     about = device.evidence["fa2_min_len_win"]
     assert (about["margin"], about["rows"], about["kernel"]) == (1.2, 2, "fa2")
@@ -135,7 +135,7 @@ def test_the_file_says_what_decided(run, write, tmp_path, capsys):
     assert device.evidence["fa2_min_len_cmp"]["decided_by"][0]["speed_up"] == 1.0
 
 
-def test_lengths_beside_dense_attention(run, write, tmp_path):
+def test_lengths_beside_dense_attention(run, write, file):
     """Of one sequence of random inputs; one length says something only where NSA is slower."""
     some = []
     for gains, fields in TABLE["over dense"]:
@@ -143,8 +143,7 @@ def test_lengths_beside_dense_attention(run, write, tmp_path):
             some.append(record("all", "mosaic", 1 / gain, S=length, **fields))
             some.append(record("dense", "cudnn", 1.0, S=length, **fields))
     assert run("--dense", write(some, "compare.jsonl")) == 0
-    path = tmp_path / "out" / f"{SLUG}.yaml"
-    assert policy.read(path).faster_than_dense == {
+    assert policy.read(file).faster_than_dense == {
         "torch 8/2 heads of 64": {"forward": 2048, "fwdbwd": "never"},
         "torch 64/2 heads of 64/32": {"forward": "never"},
     }
@@ -152,20 +151,19 @@ def test_lengths_beside_dense_attention(run, write, tmp_path):
         run("--dense", write(some[-4:-2], "few.jsonl"))
 
 
-def test_a_rewrite_keeps_policy_and_the_other_thresholds(run, write, tmp_path, monkeypatch):
+def test_a_rewrite_keeps_policy_and_the_other_thresholds(run, write, file, monkeypatch):
     assert run(write(ALL)) == 0
-    path = tmp_path / "out" / f"{SLUG}.yaml"
     rule = dict(kernel="triton", steps=["selected"], allowed=False, reason="r", since="2025")
-    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"policy": [rule]}))
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"policy": [rule]}))
     more = write(pairs("sliding", {512: 1.0, 1024: 3.0}, H=4), "more.jsonl")
-    before = path.read_text()
+    before = file.read_text()
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", mock.Mock(side_effect=OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             run(more, "--threshold=fa2_min_len_win")
-    assert path.read_text() == before and len(list(path.parent.iterdir())) == 1
+    assert file.read_text() == before and [*file.parent.iterdir()] == [file]
     assert run(more, "--threshold=fa2_min_len_win") == 0
-    device = policy.read(path)
+    device = policy.read(file)
     assert device.runtime == policy.Thresholds(1024, "never", 256)
     assert [r.kernel for r in device.policy] == ["triton"]
 
@@ -212,7 +210,7 @@ def test_the_card_of_the_seed_gets_its_answer(run, write, card, capsys):
     assert card.read_text() == after and "unchanged" in capsys.readouterr().out
 
 
-def test_the_workflow_tunes_from_every_step(run, write, tmp_path, monkeypatch):
+def test_the_workflow_tunes_from_every_step(run, write, file, tmp_path, monkeypatch):
     """What its pull request proposes, of records as `bench.oneshot` leaves them."""
     plan = yaml.safe_load((config_files.FOLDER / "oneshot" / "gpu.yaml").read_text())["steps"]
     for step, rows in TABLE["steps"].items():
@@ -229,8 +227,7 @@ def test_the_workflow_tunes_from_every_step(run, write, tmp_path, monkeypatch):
     subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
     assert run(*(tmp_path / "thresholds.txt").read_text().split()[2:]) == 0
-    device = written(tmp_path)
-    assert device.runtime == policy.Thresholds(256, 256, 64, 128)
+    assert policy.read(file).runtime == policy.Thresholds(256, 256, 64, 128)
 
 
 def test_a_rule_of_a_person_is_not_lifted(run, write, card):
@@ -243,30 +240,30 @@ def test_a_rule_of_a_person_is_not_lifted(run, write, card):
     assert device.runtime.sel_triton_min_L == 64
 
 
-def test_no_rows_is_no_threshold(run, write, tmp_path):
+def test_no_rows_is_no_threshold(run, write, file):
     path = write([record("sliding", "fa2", None, status="unsupported", reason="no")])
     for args in ([], [path], [path, "--threshold=fa2_min_len_win"]):
         with pytest.raises(ValueError, match="no rows"):
             run(*args)
-    assert not (tmp_path / "out").exists()
+    assert not file.parent.exists()
 
 
-def test_records_of_another_device(run, write, tmp_path):
+def test_records_of_another_device(run, write, file):
     path = write(ALL + [dataclasses.replace(r, device="Other") for r in ALL])
     with pytest.raises(ValueError, match="records are from several devices"):
         run(path)
     assert run(path, "--device", GPU) == 0
-    assert [p.stem for p in (tmp_path / "out").iterdir()] == [SLUG]
+    assert [*file.parent.iterdir()] == [file]
 
 
-def test_csv_files_say_the_same(run, tmp_path):
+def test_csv_files_say_the_same(run, file, tmp_path):
     words = []
     for name, text in TABLE["csv"].items():
         path = tmp_path / f"{name}.csv"
         path.write_text(text)
         words += ["--csv", path]
     assert run(*words, "--device", GPU) == 0
-    assert written(tmp_path).runtime == policy.Thresholds(512, 512, sel_triton_min_L=256)
+    assert policy.read(file).runtime == policy.Thresholds(512, 512, sel_triton_min_L=256)
 
 
 @pytest.mark.parametrize("name, text, message", TABLE["damaged"], ids=range(10))
