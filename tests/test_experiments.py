@@ -29,6 +29,7 @@ from tests.oracles import nsa
 from tests.parallel_worker import altered, learner_of, stepped
 from tests.test_train import SIZES, TABLE, task
 
+SEVERAL = TABLE["layers"]["several"]
 TINY = experiments.Setting("tiny", batch=1, length=300, steps=3, lr=1e-2)
 SMALL = experiments.Experiment("?", "tiny", ("dense", "sigmoid"), (0, 1))
 
@@ -219,7 +220,7 @@ def test_the_first_steps_of_a_training_are_full(tmp_path):
 @pytest.mark.parametrize("kv", ["separate", "shared"])
 def test_a_full_layer_is_a_layer_that_selects_every_block(kv):
     torch.manual_seed(0)
-    sizes = SIZES | dict(n_heads=4, n_kv_groups=2, kv=kv, gate="head", phi="avg")
+    sizes = SEVERAL | dict(kv=kv, gate="head", phi="avg")
     layer = NSAAttention(**sizes, implementation="reference")
     every = NSAAttention(**sizes | {"n_sel": 100}, implementation="reference")
     every.load_state_dict(layer.state_dict())
@@ -330,9 +331,8 @@ def test_runs_with_a_teacher_read_its_weights(command, tmp_path, monkeypatch, ca
 
 def test_the_selection_s_loss():
     torch.manual_seed(0)
-    sizes = SIZES | dict(n_heads=4, n_kv_groups=2)
     x = torch.randn(2, 100, 16) + 3 * torch.randn(2, 25, 16).repeat_interleave(4, dim=1)
-    attention = NSAAttention(**sizes, gate="head", phi="avg")
+    attention = NSAAttention(**SEVERAL, gate="head", phi="avg")
     query, key, _, _ = attention.project(x, torch.arange(100).expand(2, 100))
     config = attention.spec.config
     compressed = nsa.compress(key.compressed, config, ROWS)

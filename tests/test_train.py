@@ -54,14 +54,6 @@ FRAMEWORKS = ("jax", "torch")
 by_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the problems are too small for more
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The losses of an uninterrupted run of each framework and attention."""
