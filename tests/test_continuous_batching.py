@@ -2,10 +2,12 @@
 
 import asyncio
 import functools
+import gc
 import itertools
 import re
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -374,6 +376,8 @@ def test_what_is_queued_is_done_before_the_manager_begins():
     """
     made, texts = on("cuda"), [[7, 8, 9] * 30, [5]]
     want = [alone(made, text, TOKENS) for text in texts]
+    # The first use of a kernel could wait for the sleep.
+    assert [x.generated_tokens for x in generated(made, texts, batch=128)] == want
     weights = [(x, x.detach().clone(), x.data.zero_()) for x in made.parameters()]
     manager = made.init_continuous_batching(**options(made, batch=128))
     torch.cuda._sleep(2 * 10**9)
@@ -407,6 +411,20 @@ def test_a_manager_that_persists_serves_the_weights_of_now():
             assert (kept() is before) == (change is None)
     finally:
         lm.destroy_cached_continuous_batching_manager()
+
+
+@served
+def test_a_manager_ends_when_it_is_destroyed():
+    """And its memory with it, also before the garbage collection."""
+    lm = on("cpu")
+    lm.generate_batch([[1, 2]], persistent_manager=True, **options(lm))
+    manager = weakref.ref(lm._cached_continuous_batching_manager)
+    gc.disable()
+    try:
+        lm.destroy_cached_continuous_batching_manager()
+        assert manager() is None
+    finally:
+        gc.enable()
 
 
 @served

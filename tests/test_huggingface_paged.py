@@ -18,7 +18,7 @@ from nsa_torch.huggingface import (
     NSAPagedModelCache,
     StepGraph,
 )
-from tests import pretend, refusals
+from tests import model_sizes, pretend, refusals
 from tests.devices import BOTH
 from tests.limits import set_limits
 from tests.model_sizes import MODELS
@@ -183,6 +183,16 @@ def test_one_capture_serves_rows_that_grow_shrink_and_begin(device, phi, kv, dty
     start()
     step(0)
     assert captured == [WIDTH + WARMUP]
+
+
+@gpu
+@pytest.mark.two_gpus
+def test_models_on_two_gpus_have_captures_of_their_own():
+    """torch's own stream for captures is on the device of the first capture."""
+    first = on("cuda")
+    second = copy.deepcopy(first).to("cuda:1")
+    answers = [model_sizes.alone(each, [7, 8, 9], WARMUP + 10) for each in (first, second)]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("device", ["cpu"])

@@ -215,7 +215,8 @@ class LM(nn.Module):
     def forward(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
         x = F.embedding(tokens, self.embedding).to(self.head.weight.dtype)
         chosen = [None] * len(self.blocks)
-        taught = torch.is_grad_enabled() and self.blocks[0].phase.is_taught
+        first: Any = self.blocks[0]
+        taught = torch.is_grad_enabled() and first.phase.is_taught
         for teacher in self.teachers if taught or not self.spec.own_share else ():
             chosen = teacher.best_blocks(tokens, self.spec.layer.config)
         for block, block_indices in zip(self.blocks, chosen, strict=True):

@@ -13,12 +13,13 @@ manager passes the blocks of all rows one after the other. The host reads the bo
 once and removes padding. `plan_runs` decides which rows run together.
 """
 
+import contextlib
 import copy
 import functools
 import importlib
 import itertools
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ KIND = "full_attention"  # the kind that the manager's tables have for every lay
 # transformers 5.19.
 _batches: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
 FullAttentionCacheAllocator: Any = getattr(_batches, "FullAttentionCacheAllocator", object)
+_api: Any = importlib.import_module(
+    "transformers.generation.continuous_batching.continuous_api"
+)
+ContinuousBatchingManager: Any = _api.ContinuousBatchingManager
 
 
 def check_manager() -> None:
@@ -256,25 +261,47 @@ def check_tokens(name: str, prompt: Any, vocab_size: int) -> None:
             )
 
 
-def waiting_manager(make: Callable[..., Any], *given: Any) -> Any:
-    """Return `make(*given)`, a manager that waits for all queued work of the GPU when it has
-    created or reset its inputs. Its thread does this before the first step. The manager's streams
-    do not wait for other streams. Queued work, such as writing zeros into the manager's inputs or
-    the model's weights, could otherwise run after the manager has written or read them.
+class Manager(ContinuousBatchingManager):
+    """The manager of transformers, which checks requests of models with NSA, and waits for work of
+    other streams of the GPU. The streams of transformers' manager do not wait for other streams.
+    Queued work, such as writing the inputs of a step, zeros into these inputs or the model's
+    weights, could otherwise run after the manager has written or read them. A manager is made by
+    transformers, and its class is changed to `Manager` before it does anything.
     """
-    manager = make(*given)
-    create, device = manager._create_batch_processor, manager.model.device
-    if device.type != "cuda" or "_create_batch_processor" in vars(manager):
-        return manager
 
-    @functools.wraps(create)
-    def create_and_wait() -> Any:
-        processor = create()
-        torch.cuda.synchronize(device)
+    def _create_batch_processor(self) -> Any:
+        """Create the inputs of steps, or reset existing inputs. The manager's thread calls this
+        method before the first step."""
+        processor = super()._create_batch_processor()
+        self._synchronize()
         return processor
 
-    manager._create_batch_processor = create_and_wait
-    return manager
+    def _generation_step(self) -> None:
+        processor = self.batch_processor
+        if self.model.device.type == "cuda" and not processor.use_async_batching:
+            # The inputs were written on the current stream of this thread.
+            current = torch.cuda.current_stream(self.model.device)
+            processor.inputs_and_outputs.compute_stream.wait_stream(current)
+        super()._generation_step()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        with super().pause():
+            try:
+                yield
+            finally:
+                self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+    def add_request(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """Check a request of a server as `generate_batch` checks its requests, and add it."""
+        config = self.model.config
+        if "nsa" in config.layer_attention:
+            check_tokens("input_ids", input_ids, config.vocab_size)
+        return super().add_request(input_ids, *args, **kwargs)
 
 
 def manager_of(
@@ -288,7 +315,7 @@ def manager_of(
     `generate_batch`.
 
     Args:
-      make: transformers' `init_continuous_batching`, or a function that calls it.
+      make: transformers' `init_continuous_batching`.
 
     Raises:
       NotImplementedError: The installed transformers has a manager that was not tested.
@@ -313,6 +340,7 @@ def manager_of(
     attention, config._attn_implementation = config._attn_implementation, NAME
     try:
         manager = make(generation_config, asked, hints)
+        manager.__class__ = Manager
         if manager is not kept:
             _set_up(manager, model, given, hints)
     except BaseException:
@@ -348,15 +376,6 @@ def _set_up(manager: Any, model: Any, given: ContinuousBatchingConfig, hints: An
             made.q_padding_interval_size, made.max_requests_per_batch
         )
     manager.batch_processor = manager._create_batch_processor()
-    add = manager.add_request
-
-    @functools.wraps(add)
-    def add_request(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Check a request of a server as `generate_batch` checks its requests, and add it."""
-        check_tokens("input_ids", input_ids, config.vocab_size)
-        return add(input_ids, *args, **kwargs)
-
-    manager.add_request = add_request
 
 
 class ContinuousBatch:

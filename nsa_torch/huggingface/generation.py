@@ -21,10 +21,10 @@ from nsa_torch.huggingface.cache import (
     decodes_on_pages,
 )
 from nsa_torch.huggingface.continuous import (
+    Manager,
     bytes_of_block,
     check_tokens,
     manager_of,
-    waiting_manager,
 )
 from nsa_torch.huggingface.rows import check_prompt
 from nsa_torch.huggingface.step_graph import StepGraph, why_not
@@ -67,10 +67,12 @@ class NSAGenerationMixin(GenerationMixin):
             model.destroy_cached_continuous_batching_manager()
         self._served = weights
         base: Any = super()
-        make = functools.partial(waiting_manager, base.init_continuous_batching)
+        given = generation_config, continuous_batching_config, workload_hints
         if "nsa" in self.config.layer_attention:
-            make = functools.partial(manager_of, self, make)
-        return make(generation_config, continuous_batching_config, workload_hints)
+            return manager_of(self, base.init_continuous_batching, *given)
+        manager = base.init_continuous_batching(*given)
+        manager.__class__ = Manager
+        return manager
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """`StepGraph` runs a decode step of a model on an `NSAPagedModelCache` as one CUDA graph."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -130,9 +131,18 @@ def capture(
     try:
         # In this capture mode, driver calls of other threads, such as memory allocations, do not
         # end the capture.
-        mode = {"capture_error_mode": "thread_local"}
+        mode: Any = {"capture_error_mode": "thread_local", "stream": _stream(device)}
         with torch.cuda.device(device), torch.cuda.graph(graph, **mode):
             found = call()
     finally:
         torch.set_autocast_cache_enabled(casts)
     return graph.replay, found
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for the captures on a device. torch's own stream for captures belongs to
+    the device of the first capture of the process. cuBLAS keeps memory for each stream, so that
+    all captures share one.
+    """
+    return torch.cuda.Stream(device)
