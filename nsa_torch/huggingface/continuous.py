@@ -265,8 +265,8 @@ class Manager(ContinuousBatchingManager):
     """The manager of transformers, which checks requests of models with NSA, and waits for work of
     other streams of the GPU. The streams of transformers' manager do not wait for other streams.
     Queued work, such as writing the inputs of a step, zeros into these inputs or the model's
-    weights, could otherwise run after the manager has written or read them. A manager is made by
-    transformers, and its class is changed to `Manager` before it does anything.
+    weights, could otherwise run after the manager has written or read them. Since transformers
+    names the class of its manager itself, the class of a new manager is changed to `Manager`.
     """
 
     def _create_batch_processor(self) -> Any:
