@@ -85,10 +85,8 @@ class TestRecords:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert path.read_text() == before
 
-    def test_environment_and_folder(self):
-        found = records.environment()
-        assert found["versions"]["jax"] and found["versions"]["python"].startswith("3.")
-        assert records.folder_of("NVIDIA H100 80GB HBM3").name == "nvidia-h100-80gb-hbm3"
+    def test_environment(self):
+        assert records.environment()["versions"]["python"].startswith("3.")
 
 
 class TestCost:

@@ -132,8 +132,7 @@ def test_local_tokens_are_kept_until_the_file_changes(texts, load, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(sources, "_jsonl", lambda *_: pytest.fail("read again"))
         same(load(str(texts / "*.jsonl")).train(0), first.train(0))
-    lines = (texts / "a.jsonl").read_text().splitlines()
-    (texts / "a.jsonl").write_text("\n".join(lines[:-2]) + "\n")
+    jsonl(texts, documents()[:39])
     assert load(texts / "a.jsonl").sha256 != first.sha256
     for kept in tmp_path.glob("cache/*/tokens"):
         kept.write_bytes(kept.read_bytes()[:-3])

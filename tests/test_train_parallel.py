@@ -29,7 +29,6 @@ from bench.lm import (
     variants,
     watch,
 )
-from bench.lm.data import Batches
 from bench.lm.parallel import Parallel
 from tests import parallel_worker as worker
 from tests import spawned
@@ -250,11 +249,9 @@ def test_shards_of_torch_go_on_over_heads_in_jax(folder, one, tmp_path):
         assert (ours[name] - theirs[name]).abs().max() < 1e-4, name
 
 
-@pytest.mark.parametrize("name, value", [("bias", True), ("key_taps", 3)])
-def test_what_is_not_divided_over_heads(name, value, tmp_path):
-    todo = altered(task(), {name: value})
-    with pytest.raises(ValueError, match=f"{name} must be .* if tensor=2, got"):
-        jax_learner(tmp_path, todo, HEADS)
+def test_biases_are_not_divided_over_heads(tmp_path):
+    with pytest.raises(ValueError, match="bias must be False if tensor=2, got True"):
+        jax_learner(tmp_path, altered(task(), {"bias": True}), HEADS)
 
 
 @pytest.mark.parametrize(
@@ -334,13 +331,12 @@ def rerun(call):
     return lambda: torch._foreach_copy_(numbers(found), numbers(call())), found
 
 
-@pytest.mark.parametrize("documents", [False, True])
-def test_a_captured_step_reads_new_rows(tmp_path, documents, monkeypatch):
-    """Of one document a row too, which have no packing."""
+def test_a_captured_step_reads_new_rows(tmp_path, monkeypatch):
+    """Of one document per row, which have no packing."""
     monkeypatch.setattr(torch_learner.timing, "cuda_graph", rerun)
     found = []
     for graph in (False, True):
-        learner, run = learner_of(tmp_path, task(), kind=Documents if documents else Batches)
+        learner, run = learner_of(tmp_path, task())
         learner.graph = graph
         found.append(stepped(learner, run, range(3)))
     np.testing.assert_array_equal(*found)
