@@ -35,13 +35,14 @@ SMALL = "--N=6 --H=2 --D=8 --Dv=8 --l_sel=8 --iters=2 --device=cpu"
 
 @pytest.mark.parametrize("count, runs", TABLE["spans"])
 def test_spans_are_runs_that_do_not_touch(count, runs):
-    found = selection_rows.spans(50, 2 * count + 8, count, runs, seed=3)
+    given = 50, 2 * count + 8, count, runs, 3
+    found = selection_rows.spans(*given)
     assert found.shape == (50, count) and found.dtype == np.int32
     assert found.min() >= 0 and found.max() < 2 * count + 8
     steps = np.diff(found, axis=-1)
     assert (steps > 0).all() and ((steps > 1).sum(-1) == runs - 1).all()
     assert len(np.unique(found, axis=0)) > 1
-    assert (found == selection_rows.spans(50, 2 * count + 8, count, runs, seed=3)).all()
+    assert (found == selection_rows.spans(*given)).all()
 
 
 @pytest.mark.parametrize("blocks, count, runs", TABLE["no spans"])
