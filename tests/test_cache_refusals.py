@@ -15,11 +15,7 @@ from torch.utils import checkpoint
 
 import nsa_jax
 import nsa_torch
-from nsa_torch import (
-    Branches,
-    paged_attend,
-    plan_runs,
-)
+from nsa_torch import paged_attend, plan_runs
 from nsa_torch.cache import crop
 from nsa_torch.huggingface import (
     NSAForCausalLM,
@@ -33,10 +29,10 @@ from tests.caches import (
     TABLE,
     Sizes,
     TorchPages,
-    Turn,
     bounds,
     by_separate,
     check,
+    of_counts,
     phi,
 )
 from tests.devices import on_hopper
@@ -48,10 +44,7 @@ from tests.test_refusals import WORLDS
 FRAMEWORKS = {"jax": (nsa_jax, jnp.asarray), "torch": (nsa_torch, torch.tensor)}
 by_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
 EXPLAIN = {"jax": nsa_jax.paged.explain, "torch": paged_attend.explain}
-
-
-def layer_of(framework, **changed):
-    return {"torch": in_torch, "jax": in_jax}[framework](**changed)
+LAYERS = {"jax": in_jax, "torch": in_torch}
 
 
 class Used:
@@ -59,20 +52,16 @@ class Used:
     something else than `config` and `kinds`.
     """
 
-    def __init__(
-        self, framework, pages=False, traced=False, config=SMALL, kinds=("avg", "avg")
-    ):
-        self.mine = {"config": config, "kinds": kinds}
+    def __init__(self, framework, pages=False, traced=False, **mine):
+        self.mine = {"config": SMALL, "kinds": ("avg", "avg")} | mine
         self.api, self.array = FRAMEWORKS[framework]
         self.framework, self.pages, self.end = framework, pages, 0
         self.call = self.api.append if pages else self.api.cached_attention
         if traced and framework == "jax":
             self.call = jax.jit(self.call, static_argnames=None if pages else "config")
-        if pages:
-            options = {"config": config, "dtype": self.ones(1).dtype}
-            self.cache = self.api.PagedCache(4, 1, 8, 8, **options)
-        else:
-            self.cache = self.api.init_cache(1, 40, 1, 8, 8, config=config)
+        options = {"config": self.mine["config"], "dtype": self.ones(1).dtype}
+        make, sizes = (self.api.PagedCache, [4]) if pages else (self.api.init_cache, [1, 40])
+        self.cache = make(*sizes, 1, 8, 8, **options)
 
     def ones(self, *shape):
         return self.array(np.ones(shape, np.float32))
@@ -102,11 +91,11 @@ class OfLayer(Used):
 
     def __init__(self, framework, **changed):
         super().__init__(framework)
-        self.mine, self.cache = changed, layer_of(framework, **changed).init_cache(1, 40)
+        self.mine, self.cache = changed, LAYERS[framework](**changed).init_cache(1, 40)
 
     @torch.no_grad()
     def step(self, tokens=9, **changed):
-        layer = layer_of(self.framework, **(self.mine | changed))
+        layer = LAYERS[self.framework](**(self.mine | changed))
         out, self.cache = layer(self.ones(1, tokens, 24) * 0, self.cache)
         self.end += tokens
         return out
@@ -156,7 +145,7 @@ def test_what_a_cache_does_not_hold_may_differ(framework):
     used.step()
     for changed in (dict(gate="softmax", gate_temp=2.0), dict(w=12, n_heads=4)):
         used.step(tokens=1, **changed)
-    layer, position = layer_of(framework), used.cache.length[:, None]
+    layer, position = LAYERS[framework](), used.cache.length[:, None]
     with torch.no_grad():
         given = layer.project(used.ones(1, 1, 24), position)
         _, cache = used.api.cached_attention(*given, used.cache)
@@ -204,21 +193,14 @@ def test_a_name_is_that_of_kernels_on_pages_where_rows_have_few_queries(framewor
             assert call().implementation == "gathered"
 
 
-@pytest.mark.parametrize(("counts", "last", "planned", "number"), REFUSED["runs"])
-def test_runs_of_another_call_are_refused(counts, last, planned, number):
+@pytest.mark.parametrize("begin, counts, planned, says", REFUSED["runs"])
+def test_runs_of_another_call_are_refused(begin, counts, planned, says):
     """Before a token is appended; more rows or tokens than there are, too."""
-    last, path = last or [38, 45, 1, 61, 30][: len(counts)], TorchPages(Sizes())
-    starts = bounds([1, 1, 0, 61, 20]).tolist()
-    runs = plan_runs(starts, planned or [38, 45, 0, 61, 20], 16)
+    path, starts = TorchPages(Sizes()), bounds([1, 1, 0, 61, 20]).tolist()
+    runs = plan_runs(starts, planned, 16)
     path.step = functools.partial(path.attend, new=True, runs=runs)
-    begin = [end - count for end, count in zip(last, counts, strict=True)]
-    said = (
-        rf"runs\[{number}\] must be planned from"
-        if number is not None
-        else "got no run with row 3"
-    )
-    with pytest.raises(ValueError, match=said):
-        check(path, [Turn(begin, last)])
+    with pytest.raises(ValueError, match=words(says)):
+        check(path, of_counts(counts, begin=begin))
     assert all(x.isnan().all() for x in path.cache.tensors().values())
 
 
@@ -389,7 +371,7 @@ def test_a_step_makes_no_nan_where_jax_looks_for_them():
 
 def test_a_scan_begins_with_an_empty_cache():
     """Of a layer, and of functions that compress by means: the carry keeps its structure."""
-    layer, token = layer_of("jax", phi="mlp"), jnp.ones((5, 1, 1, 24))
+    layer, token = in_jax(phi="mlp"), jnp.ones((5, 1, 1, 24))
     jax.lax.scan(lambda kv, x: layer(x, kv)[::-1], layer.init_cache(1, 9), token)
     new = [jnp.ones((1, 1, 1, n)) for n in (8, 8, 8, 3)]
     plain = lambda cache, _: nsa_jax.cached_attention(*new, cache)[::-1]
@@ -400,13 +382,14 @@ def test_a_scan_begins_with_an_empty_cache():
 # What a cache shows, and what is left in it.
 
 
-def step_of_nan(api, array, cache, separate, count, graph=False):
-    tokens = array(np.full((2, count, 1, 8), np.nan, np.float32))
+def step_of(number, api, array, cache, separate, count, graph=False, **options):
+    tokens = array(np.full((2, count, 1, 8), number, np.float32))
     tokens = tokens.requires_grad_() if graph else tokens
     given = api.Branches.each(tokens) if separate else tokens
     query, gates = (array(np.ones((2, count, 2, n), np.float32)) for n in (8, 3))
-    out, cache = api.cached_attention(query, given, given, gates, cache)
-    assert np.isnan(np.asarray(out.detach() if hasattr(out, "detach") else out)).any()
+    out, cache = api.cached_attention(query, given, given, gates, cache, **options)
+    found = np.isnan(np.asarray(out.detach() if hasattr(out, "detach") else out))
+    assert found.any() == np.isnan(number)
     return out, cache, tokens
 
 
@@ -417,7 +400,7 @@ def test_a_cache_that_was_reset_holds_no_nan(how, separate):
     api, array = FRAMEWORKS[how.partition(",")[0]]
     cache = api.init_cache(2, 40, 1, 8, 8, config=SMALL, separate=separate)
     before = held(cache) if how == "torch" else None
-    out, cache, tokens = step_of_nan(api, array, cache, separate, 30, "graph" in how)
+    out, cache, tokens = step_of(np.nan, api, array, cache, separate, 30, "graph" in how)
     fresh = cache.reset() or cache
     assert all((x == 0).all() for x in (jax.tree.leaves if how == "jax" else held)(fresh))
     assert fresh.config == SMALL
@@ -432,15 +415,10 @@ def test_a_cache_that_was_reset_holds_no_nan(how, separate):
 def test_tokens_that_were_taken_back_leave_no_nan(graph, separate):
     """Rows of different lengths, whose compressed tokens end at other tokens."""
     cache = nsa_torch.init_cache(2, 40, 1, 8, 8, config=SMALL, separate=separate)
-    query, gates = torch.ones(2, 21, 2, 8), torch.ones(2, 21, 2, 3)
-    tokens = torch.ones(2, 21, 1, 8, requires_grad=graph)
-    given = Branches.each(tokens) if separate else tokens
-    lengths = torch.tensor([21, 14])
-    first, cache = nsa_torch.cached_attention(
-        query, given, given, gates, cache, new_lengths=lengths
-    )
+    lengths, how = torch.tensor([21, 14]), (*FRAMEWORKS["torch"], cache, separate)
+    first, cache, tokens = step_of(1, *how, 21, graph, new_lengths=lengths)
     clean, before = cache.clone(), cache.selected_key.data_ptr()
-    step_of_nan(nsa_torch, torch.tensor, cache, separate, 9)
+    step_of(np.nan, *how, 9)
     crop(cache, 9)
     for name in clean.pages.tensors():
         x, y = getattr(cache, name), getattr(clean, name)
