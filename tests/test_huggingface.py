@@ -558,10 +558,8 @@ def test_weights_of_a_training_run_and_back(attention, layer, tmp_path):
 
 
 def test_models_that_training_does_not_have(tmp_path):
-    path, made = (
-        tmp_path / "x.safetensors",
-        lambda **x: NSAForCausalLM(NSAModelConfig(**SIZES, **x)),
-    )
+    path = tmp_path / "x.safetensors"
+    made = lambda **x: NSAForCausalLM(NSAModelConfig(**SIZES, **x))
     for row in refusals.rows("training of a Hugging Face model"):
         with row.refused():
             to_safetensors(path, made(**row.changes))
@@ -669,15 +667,10 @@ def test_caches_that_are_refused():
     cache, longer = made(ids)[CACHE], torch.tensor([[0, 1, 1, 1, 1, 1, 1]])
     with pytest.raises(ValueError, match="capacity must be an int >= 1"):
         NSAModelCache(made.config, 0)
-    for message, call in (
-        (
-            "one 1 for each token that the cache has of the row",
-            lambda: made(ids[:, :1], longer, cache=cache),
-        ),
-        (r"tokens_to_remove must be in -6\.\.0", lambda: cache.crop(-7)),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    with pytest.raises(ValueError, match="one 1 for each token that the cache has of the row"):
+        made(ids[:, :1], longer, cache=cache)
+    with pytest.raises(ValueError, match=r"tokens_to_remove must be in -6\.\.0"):
+        cache.crop(-7)
     # A crop that is refused takes nothing back, of dense layers either.
     want = made(torch.cat([ids, ids[:, :1]], dim=1)).logits[:, 6:]
     close(made(ids[:, :1], cache=cache).logits, want)

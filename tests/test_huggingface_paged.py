@@ -262,21 +262,12 @@ def test_generate_sees_what_python_changed(device, captured):
     assert captured == [WIDTH + WARMUP] * len(CHANGES)
 
 
-class RowScaled(torch.nn.Module):
-    """A linear layer with a factor of each row, as adapters chosen by row have."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
-
-    def forward(self, x):
-        return self.base_layer(x) * torch.tensor([1.0, -2.0])[:, None, None]
-
-
 def test_projections_see_rows():
+    """As adapters that are chosen by row need."""
     made = copy.deepcopy(model())
-    layer = made.model.layers[0].self_attn
-    layer.W_Q, layer.out = RowScaled(layer.W_Q), RowScaled(layer.out)
+    layer, factor = made.model.layers[0].self_attn, torch.tensor([1.0, -2.0])[:, None, None]
+    for linear in (layer.W_Q, layer.out):
+        linear.register_forward_hook(lambda module, given, out: out * factor)
     ids, mask = left_padded((0, 30))
     options = dict(attention_mask=mask, max_new_tokens=5, **GREEDY)
     want = made.generate(ids, **options)
