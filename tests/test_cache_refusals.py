@@ -275,6 +275,12 @@ def test_a_call_appends_to_the_cache_that_it_is_given(kind, mode):
         first.square().sum().backward()
 
 
+def same_gradients(found, wanted, weights):
+    """Of two outputs, whose graphs stay."""
+    gradients = lambda x: torch.autograd.grad(x.square().sum(), weights, retain_graph=True)
+    torch.testing.assert_close(gradients(found), gradients(wanted), rtol=1e-4, atol=1e-5)
+
+
 def test_a_checkpoint_that_computes_anew_appends_to_a_copy():
     """A second time to the same cache would be other tokens: an error, in place of gradients."""
     layer, x = in_torch(), torch.randn(1, 40, 24)
@@ -283,9 +289,7 @@ def test_a_checkpoint_that_computes_anew_appends_to_a_copy():
     kept = cache.clone()
     run = functools.partial(checkpoint.checkpoint, use_reentrant=False)
     out = run(lambda x: layer(x, kept.clone())[0], x[:, 25:])
-    found = torch.autograd.grad(out.square().sum(), weight, retain_graph=True)
-    wanted = torch.autograd.grad(layer(x)[0][:, 25:].square().sum(), weight)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    same_gradients(out, layer(x)[0][:, 25:], weight)
     out = run(lambda x: layer(x, cache)[0], x[:, 25:])
     with pytest.raises(ValueError, match="cache already has these tokens"):
         out.sum().backward()
@@ -320,9 +324,7 @@ def test_a_cache_is_copied_where_phi_alone_learns(phi):
     learned = [x.requires_grad_() for name, x in layer.named_parameters() if "phi" in name]
     x, cache = torch.randn(1, 40, 24), layer.init_cache(1, 40)
     steps = [layer(x[:, part], cache)[0] for part in (slice(0, 25), slice(25, 40))]
-    found = torch.autograd.grad(torch.cat(steps, 1).square().sum(), learned)
-    wanted = torch.autograd.grad(layer(x)[0].square().sum(), learned)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    same_gradients(torch.cat(steps, 1), layer(x)[0], learned)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
