@@ -297,7 +297,9 @@ def test_weights_keep_their_dtypes(source, tmp_path):
 
 
 def test_the_command(source, folders, tmp_path, capsys):
-    """Its exit status, what it writes and what it leaves."""
+    """Its exit status, what it writes and what it leaves. What is no folder and no owner/name is
+    not asked of the Hub.
+    """
     with_tokens(source, 96)
     (source / "additional_chat_templates").mkdir()
     copied = "tokenizer.json", "LICENSE.txt", "additional_chat_templates/tools.jinja"
@@ -321,20 +323,17 @@ def test_the_command(source, folders, tmp_path, capsys):
         (command, "must not exist"),
         ([str(source), other], "'hidden_size' expected int"),
         ([str(folders("qwen2")[0]), other, "--set", "hidden_size=4"], "got 'hidden_size'"),
+        *(
+            (
+                [name, other],
+                f"{name} must be a folder, or owner/name on the Hugging Face Hub; there is no such",
+            )
+            for name in ("none", "./none", "../no/folder", str(tmp_path / "none"))
+        ),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
     assert {x.name for x in tmp_path.iterdir()} == {"source", "target"}
-
-
-@pytest.mark.parametrize("name", ["none", "./none", "../no/folder", None])
-def test_a_source_that_is_not_there(name, tmp_path, capsys):
-    """What is no folder and no owner/name is not asked of the Hub."""
-    source = str(tmp_path / "none") if name is None else name
-    assert main([source, str(tmp_path / "target")]) == 2
-    message = "must be a folder, or owner/name on the Hugging Face Hub; there is no such"
-    assert f"{source} {message}" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_check_that_finds_another_model_writes_nothing(source, tmp_path, capsys, monkeypatch):
