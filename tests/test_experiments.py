@@ -277,7 +277,7 @@ def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
         assert torch.allclose(taught(tokens), alone, atol=1e-5) == (blocks == 100)
 
 
-def test_an_exact_model_selects_the_blocks_with_most_attention():
+def test_an_exact_model_selects_the_blocks_with_most_attention(tmp_path):
     torch.manual_seed(0)
     todo, tokens = task("nsa"), torch.randint(256, (2, 100))
     plain = torch_lm.LM(altered(todo, {}).model)
@@ -298,6 +298,16 @@ def test_an_exact_model_selects_the_blocks_with_most_attention():
     out, _ = full.attend(block.attention, normed, False, block_indices=lists)
     y = x + block.attention.out(out.flatten(2))
     torch.testing.assert_close(block(x), y + block.mlp(block.norm_mlp(y)))
+    learner, run = learner_of(tmp_path, altered(todo, {}, exact=True))
+    for parameter in learner.model.parameters():
+        parameter.data *= 4
+    batch = run.batches.train(0)
+    seen = torch.nn.functional.embedding(
+        torch.from_numpy(batch.tokens[:1, :-1]).long(), learner.model.embedding
+    )
+    first = learner.model.blocks[0]
+    chosen = full.best_blocks(first.attention, first.norm_attention(seen), config)
+    assert np.array_equal(learner.observe(batch)[0][1], chosen[0])
 
 
 def test_a_teacher_chooses_blocks_in_the_first_steps(tmp_path):

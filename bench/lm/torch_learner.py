@@ -25,7 +25,7 @@ from nsa_torch.module import NSAAttention
 from nsa_torch.varlen import VarlenMetadata, varlen_metadata
 
 from ..harness import timing
-from . import share
+from . import full, share
 from .data import Batch
 from .parallel import Parallel
 from .ranks import Ranks
@@ -187,7 +187,7 @@ class Learner:
         found: list[tuple[np.ndarray, np.ndarray]] = []
         hooks = [
             block.norm_attention.register_forward_hook(
-                lambda module, given, x, at=block.attention: found.append(_observed(at, x))
+                lambda module, given, x, at=block: found.append(_observed(at, x))
             )
             for block in self._blocks()
             if isinstance(block.attention, NSAAttention)
@@ -440,12 +440,18 @@ def _packing(
     return Packing(varlen, *(torch.from_numpy(each).to(place) for each in arrays))
 
 
-def _observed(attention: NSAAttention, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gates and block indices of a layer for its input `x` [1, T, dim]."""
+def _observed(block: Block, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the gates and block indices of the attention layer of `block` for its input `x`
+    [1, T, dim]. The indices are the layer's own choice, also if a teacher chooses its blocks.
+    """
+    attention: Any = block.attention
     spec, position = attention.spec, torch.arange(x.shape[1], device=x.device)[None]
     query, key, _, gates = attention.project(x, position)
-    params = attention.compress_params()[0]
-    compressed = functional.compress(key.compressed, params, config=spec.config)
-    indices = functional.select_blocks(query, compressed, config=spec.config)
+    if block.spec.exact:
+        indices = full.best_blocks(attention, x, spec.config)
+    else:
+        params = attention.compress_params()[0]
+        compressed = functional.compress(key.compressed, params, config=spec.config)
+        indices = functional.select_blocks(query, compressed, config=spec.config)
     heads = slice(None, None, spec.n_heads // spec.gate_heads)
     return gates[0, :, heads].float().cpu().numpy(), indices[0].cpu().numpy()
