@@ -259,6 +259,16 @@ def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
             assert gathered[1:] == [(2, 6), (2, 4)]
 
 
+@pytest.mark.parametrize("counts", [[38, 38], [41, 35]])
+def test_prompts_are_appended_and_read_in_one_call(counts):
+    """Only prompts of one length are attended as they were given."""
+    path = TorchPages(Sizes())
+    (run,) = runs = plan_runs(bounds(counts).tolist(), counts, 16)
+    assert run.whole and run.even == (counts[0] == counts[1])
+    path.step = lambda call: path.attend(call, new=True, runs=runs)
+    check(path, of_counts(counts))
+
+
 def test_a_cache_in_fp8_is_of_bfloat16():
     cache = nsa_torch.PagedCache(1, 1, 8, 8, dtype=torch.float8_e4m3fn)
     assert cache.compressed_key.dtype is cache.dtype is torch.bfloat16
