@@ -6,8 +6,9 @@
     python -m bench.gpu_tests --age
 
 Tests run in one process per core, as far as GPU memory allows. Each process has its own cores, and
-loads machine code that another process has built. `--gpus 2` runs only the tests that need two
-GPUs, in one process. A skipped test counts as in `bench.suite`.
+loads machine code that another process has built. The outcome of each test is printed when it
+ends, so that a run that is cut off has named its failed tests. `--gpus 2` runs only the tests that
+need two GPUs, in one process. A skipped test counts as in `bench.suite`.
 
 `--save_records` appends a line with commit, outcomes, seconds and versions to
 bench/records/<device>/kernel_log/gpu_tests.jsonl. Commit gpu_tests.jsonl together with a change of
@@ -52,11 +53,11 @@ PROCESS_BYTES = 7 << 30
 def pytest_arguments() -> list[str]:
     """Return the arguments of pytest: the tests to run, and the number of processes."""
     if FLAGS.gpus == "2":
-        return ["-m", "two_gpus"]
+        return ["-m", "two_gpus", "-v"]
     room = torch.cuda.get_device_properties(0).total_memory // PROCESS_BYTES
     processes = FLAGS.processes or min(len(os.sched_getaffinity(0)), max(1, room))
     which = ["-m", "gpu and not two_gpus", *([f"--part={FLAGS.part}"] if FLAGS.part else [])]
-    return [*which, "-n", str(processes), "--dist", "worksteal", "-p", "no:benchmark"]
+    return [*which, "-v", "-n", str(processes), "--dist", "worksteal", "-p", "no:benchmark"]
 
 
 def whole(parts: set[str | None]) -> bool:
