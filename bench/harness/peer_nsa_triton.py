@@ -27,9 +27,8 @@ The window runs on flash_attn with `w` keys (the package's own layer uses one mo
 library computes the gated sum. No function returns a log-sum-exp.
 """
 
-import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from nsa_core.config import NSAConfig
@@ -37,7 +36,6 @@ from nsa_core.dispatch import Problem
 from nsa_core.types import Branches
 
 from . import records
-from .jobs import Job
 
 NAME = PACKAGE = "native-sparse-attention-triton"
 WIDEST, BLOCKS = 128, (32, 64, 128, 256)
@@ -107,22 +105,6 @@ def why_not(problem: Problem, branch: str) -> str | None:
             f"{PACKAGE} needs at least one compressed token, but {problem.S} tokens have none"
         )
     return window_why_not(PACKAGE, branch)
-
-
-def jobs(package: Package, problem: Problem, branches) -> Iterator[Job]:
-    """Return the rows of the branches that the package supports, in order."""
-    config = problem.config
-    version = records.version(package.name) or "without a version"
-    for branch in (each for each in branches if each in package.notes):
-        yield Job(
-            branch,
-            package.name,
-            unsupported=package.why_not(problem, branch) or "",
-            function=functools.partial(_call, package, branch, config),
-            own=functools.partial(_call, package, "own", config),
-            library=True,
-            note=f"{package.name} {version}: {package.notes[branch]}",
-        )
 
 
 def rows(x):
@@ -206,7 +188,7 @@ def _compress(config: NSAConfig, x):
 LIBRARY = Package(NAME, NOTES, why_not, _attend_selected, _attend_compressed, _compress)
 
 
-def _call(
+def call(
     package: Package, branch: str, config: NSAConfig, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Compute a branch. `own` computes the compressed keys and the blocks of attention of all

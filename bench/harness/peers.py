@@ -22,7 +22,7 @@ functions as in this library, so that the oracle judges these steps. Attention o
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
@@ -87,14 +87,52 @@ def jobs(problem: Problem, branches, names: Sequence[str] = NAMES) -> Iterator[J
     supports.
     """
     for name in names:
-        if name == "fla":
-            yield from _fla(problem, branches)
-        elif name in PACKAGES:
-            yield from peer_nsa_triton.jobs(PACKAGES[name], problem, branches)
-        elif name == "cudnn_nsa":
-            yield from _cudnn(problem, branches)
-        else:
-            yield from _flash(name, problem, branches)
+        notes, refusal, call = _library(name, problem)
+        for branch in (each for each in branches if each in notes):
+            of_whole = functools.partial(call, "own", problem.config)
+            yield Job(
+                branch,
+                name,
+                unsupported=refusal(branch) or "",
+                function=functools.partial(call, branch, problem.config),
+                own=of_whole if name in PACKAGES else None,
+                judged=(name, branch) != ("fla", "all"),
+                library=True,
+                note=notes[branch],
+            )
+
+
+def _library(
+    name: str, problem: Problem
+) -> tuple[dict[str, str], Callable[[str], str | None], Callable[..., Values]]:
+    """Return a note for each branch that a library supports, a function that returns the reason why
+    the library cannot run a branch, and the function of a branch, a config and arguments that runs
+    the library.
+    """
+    if name == "fla":
+        config = problem.config
+        sizes = {"size": config.select_block}
+        sizes |= {"block": config.compress_block, "stride": config.compress_stride}
+        notes = {"selected": JUDGED, "sliding": SLIDING, "all": WHOLE.format(**sizes)}
+        return notes, functools.partial(why_not, problem), _parallel
+    if library := PACKAGES.get(name):
+        about = f"{name} {records.version(name) or 'without a version'}"
+        notes = {branch: f"{about}: {note}" for branch, note in library.notes.items()}
+        refusal = functools.partial(library.why_not, problem)
+        return notes, refusal, functools.partial(peer_nsa_triton.call, library)
+    if name == "cudnn_nsa":
+        refused = peer_nsa_triton.package_why_not(CUDNN, problem)
+        reason = NO_GRADIENT if problem.requires_grad else refused
+        about = f"{CUDNN} {records.version(CUDNN)}"
+        notes = {"selected": f"{about}; the time includes counting each list's blocks"}
+        return notes, lambda _: reason, _cudnn_selected
+    package, _ = FLASH[name]
+    notes = dict.fromkeys(("dense", "sliding"), f"{package} {records.version(package)}")
+    return (
+        notes,
+        lambda _: flash_why_not(name, problem),
+        functools.partial(_flash_call, name),
+    )
 
 
 def dense(problem: Problem, branches, named: Sequence[str]) -> Iterator[Job]:
@@ -115,47 +153,19 @@ def flash_why_not(name: str, problem: Problem) -> str | None:
     return None
 
 
-def _flash(name: str, problem: Problem, branches) -> Iterator[Job]:
-    windows = {"dense": None, "sliding": problem.config.window}
-    package, _ = FLASH[name]
-    for branch in (each for each in branches if each in windows):
-        yield Job(
-            branch,
-            name,
-            unsupported=flash_why_not(name, problem) or "",
-            function=functools.partial(_flash_call, name, windows[branch]),
-            library=True,
-            note=f"{package} {records.version(package)}",
-        )
-
-
-def _flash_call(name: str, window: int | None, given: Values) -> Values:
-    """Compute causal attention. A window of None means all keys."""
+def _flash_call(name: str, branch: str, config: NSAConfig, given: Values) -> Values:
+    """Compute causal attention to all keys, or to the window of the sliding branch."""
     if name == "fa4":
         from flash_attn.cute import flash_attn_func
     else:
         from flash_attn import flash_attn_func
 
-    how = {} if window is None else {"window_size": (window - 1, 0)}
+    how = {"window_size": (config.window - 1, 0)} if branch == "sliding" else {}
     found = flash_attn_func(given["query"], given["key"], given["value"], causal=True, **how)
     return {"out": found[0] if isinstance(found, tuple) else found}
 
 
-def _cudnn(problem: Problem, branches) -> Iterator[Job]:
-    refused = peer_nsa_triton.package_why_not(CUDNN, problem)
-    reason = NO_GRADIENT if problem.requires_grad else refused
-    if "selected" in branches:
-        yield Job(
-            "selected",
-            "cudnn_nsa",
-            unsupported=reason or "",
-            function=functools.partial(_cudnn_selected, problem.config.select_block),
-            library=True,
-            note=f"{CUDNN} {records.version(CUDNN)}; the time includes counting each list's blocks",
-        )
-
-
-def _cudnn_selected(block: int, given: Values) -> Values:
+def _cudnn_selected(branch: str, config: NSAConfig, given: Values) -> Values:
     """Attend to the given blocks. The empty slots of a list must be at its end."""
     import torch
     from cudnn.native_sparse_attention import selection_attention_wrapper
@@ -167,7 +177,7 @@ def _cudnn_selected(block: int, given: Values) -> Values:
     ends = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
     found = selection_attention_wrapper(
         *(query, key, value, lists, (lists >= 0).sum(-1, dtype=torch.int32), ends, ends),
-        block_size=block,
+        block_size=config.select_block,
         max_s_q=length,
         max_s_k=length,
         is_causal=True,
@@ -175,29 +185,12 @@ def _cudnn_selected(block: int, given: Values) -> Values:
     return {"out": found["o_tensor"].unflatten(0, (batch, length))}
 
 
-def _fla(problem: Problem, branches) -> Iterator[Job]:
-    config = problem.config
-    sizes = {"size": config.select_block}
-    sizes |= {"block": config.compress_block, "stride": config.compress_stride}
-    notes = {"selected": JUDGED, "sliding": SLIDING, "all": WHOLE.format(**sizes)}
-    for branch in (name for name in branches if name in notes):
-        yield Job(
-            branch,
-            "fla",
-            unsupported=why_not(problem, branch) or "",
-            function=functools.partial(_parallel, branch, config),
-            judged=branch != "all",
-            library=True,
-            note=notes[branch],
-        )
-
-
 def _parallel(branch: str, config: NSAConfig, given: Values) -> Values:
     """Compute a branch with `parallel_nsa`, or with the function that `parallel_nsa` calls for the
     window.
     """
     if branch == "sliding":
-        return _flash_call("flash_attn", config.window, given)
+        return _flash_call("flash_attn", branch, config, given)
     from fla.ops.nsa import parallel_nsa
 
     key, value = given["key"], given["value"]
