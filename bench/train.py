@@ -56,13 +56,6 @@ from .lm.ranks import LostError, Ranks
 WRONG, DIVERGED, LOST, STOPPED = exit_status.WRONG, 4, 69, 75
 MEMORIZED = "the difference may then also be in what a model has memorized"
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
-DEFAULTED = "batch", "seq_len", "steps", "lr"
-DEFAULTS = {
-    "tiny": (4, 512, 100, 3e-3),
-    "13m": (4, 2048, 3000, 1.5e-3),
-    "52m": (16, 2048, 700, 1e-3),
-    "125m": (8, 2048, 300, 6e-4),
-}
 
 FLAGS = cli.define(
     config=(str, "Configuration of the run: a name in configs/train/, or the path of a file."),
@@ -203,9 +196,8 @@ def _frameworks() -> tuple[str, ...]:
 
 def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
     """Return a task for NSA and for dense attention. `known` overrides values of `Training`."""
-    given = zip(DEFAULTED, DEFAULTS[FLAGS.model], strict=True)
-    values: dict[str, Any] = dict(given, **settings.train)
-    for name in (*DEFAULTED, "warmup", "clip", "seed"):
+    values: dict[str, Any] = spec.MODELS[FLAGS.model]["train"] | settings.train
+    for name in ("batch", "seq_len", "steps", "lr", "warmup", "clip", "seed"):
         if FLAGS[name].value is not None:
             values[name] = FLAGS[name].value
     values.setdefault("warmup", max(1, values["steps"] // 10))
