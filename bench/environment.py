@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from absl import app
 from packaging.requirements import Requirement
 
@@ -34,19 +35,7 @@ FLAGS = cli.define(
 )
 
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-# An entry has a package, the package whose version its metadata specify, and the extra in which
-# they specify it.
-PAIRS = (
-    ("torch", "triton", ""),
-    ("jax", "jaxlib", ""),
-    ("jax", "jax-cuda13-plugin", "cuda13"),
-    ("jax", "jax-cuda12-plugin", "cuda12"),
-    ("jax-cuda13-plugin", "jax-cuda13-pjrt", ""),
-    ("jax-cuda12-plugin", "jax-cuda12-pjrt", ""),
-    ("jax-triton", "jax", ""),
-    ("jax-triton", "triton", ""),
-    ("flash-attn", "torch", ""),
-)
+PAIRS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 DEVICE = """
 import torch
 cuda = torch.cuda.is_available()
@@ -108,7 +97,8 @@ def pair(
 
 def installed_pairs() -> list[Pair]:
     """Check and return every pair of installed packages."""
-    found = (pair(*each, records.version, importlib.metadata.requires) for each in PAIRS)
+    reads = {"version": records.version, "requires": importlib.metadata.requires}
+    found = (pair(*each, **reads) for each in PAIRS)
     return [each for each in found if each is not None]
 
 
