@@ -199,10 +199,8 @@ class Run:
             and all(result.status == "ok" for result in self.results),
             "steps": [dataclasses.asdict(result) for result in self.results],
         }
-        path = self.folder / "summary.json"
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(summary, indent=2) + "\n")
-        part.replace(path)
+        text = json.dumps(summary, indent=2) + "\n"
+        records.replace_file(self.folder / "summary.json", text)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -21,7 +21,6 @@ the policy if the kernel of the rule was measured for the step and is faster fro
 """
 
 import difflib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -253,14 +252,7 @@ def _write(folder: Path, device: str, tuned: Values) -> int:
     if FLAGS.dry_run:
         print(f"\n{path}: not written (--dry_run)")
         return 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # the file is renamed when it is complete
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_text(text)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    records.replace_file(path, text)
     policy.read(path)
     print(f"\n{path}: written")
     return 0

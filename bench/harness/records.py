@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -181,6 +182,19 @@ def append_lines(path: str | Path, lines: Iterable[Values]) -> None:
             file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write `text` to the file at `path`. Other processes read the old file or the whole new file,
+    since the new file is renamed when it is complete.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        scratch.write_text(text)
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def check_appendable(path: str | Path) -> None:

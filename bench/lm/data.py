@@ -89,7 +89,7 @@ class Batches:
             )
         self.shape, self.seed, self.pack = (batch, length + 1), seed, pack
         self.vocabulary = documents.vocabulary
-        self.sha256 = documents.sha256 if pack == "none" else _digest(documents.sha256, pack)
+        self.sha256 = documents.sha256 if pack == "none" else digest(documents.sha256, pack)
         self.training, self.held_out = np.split(documents.tokens, [size - held_out])
         if pack == "documents":
             border = size - held_out
@@ -194,7 +194,7 @@ class Repeating(Edited):
                 f"and have at least {2 * size + apart} tokens, got pack={self.pack!r} and rows of "
                 f"{self.shape[1]} tokens"
             )
-        self.sha256 = _digest(self.sha256, "repeating", passages, size, apart)
+        self.sha256 = digest(self.sha256, "repeating", passages, size, apart)
 
     def edit(self, row: np.ndarray, random: np.random.Generator) -> None:
         first, last = self.size + self.apart, len(row) - self.size
@@ -304,5 +304,6 @@ def is_hub(dataset: str) -> bool:
     return dataset != TEXT and not local and words and len(parts) == 2 and not suffix
 
 
-def _digest(*parts: object) -> str:
+def digest(*parts: object) -> str:
+    """Return the SHA-256 of values by their `repr`, in hexadecimal."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()

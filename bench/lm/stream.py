@@ -7,17 +7,15 @@ noted, in memory and in a folder. With these positions, a resumed run reads no d
 block at which the run continues.
 """
 
-import hashlib
 import json
-import os
 import sys
-import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .data import PACKS, Batch, Batches, drawn
+from ..harness import records
+from .data import PACKS, Batch, Batches, digest, drawn
 from .hub import Hub
 from .packing import Packed
 from .tokens import Documents, Tokenizer, gathered
@@ -89,9 +87,9 @@ class Streamed(Batches):
         self.vocabulary = by.vocabulary
         # The order within a block also depends on the seed and the width of a row, and so does the
         # name of the notes.
-        what = repr((source, by.name, pack, buffer, HELD_OUT_EVERY))
-        self.sha256 = hashlib.sha256(what.encode()).hexdigest()
-        key = hashlib.sha256(repr((what, seed, length)).encode()).hexdigest()[:16]
+        what = source, by.name, pack, buffer, HELD_OUT_EVERY
+        self.sha256 = digest(*what)
+        key = digest(repr(what), seed, length)[:16]
         self.notes = None if notes is None else notes / f"stream-{key}"
         self.known = [Position(), *self._noted()]
         self.block = self.first = self._read(Position())
@@ -167,13 +165,9 @@ class Streamed(Batches):
         if any(x.block == at.block for x in self.known):
             return
         self.known.append(at)
-        if self.notes is None:
-            return
-        self.notes.mkdir(parents=True, exist_ok=True)
-        # Processes of one run write the same notes, each to its own file, which is then renamed.
-        scratch = self.notes / f".{uuid.uuid4().hex}"
-        scratch.write_text(json.dumps(at._asdict()))
-        os.replace(scratch, self.notes / f"{at.block:06d}.json")
+        if self.notes is not None:  # the processes of one run write the same notes
+            path = self.notes / f"{at.block:06d}.json"
+            records.replace_file(path, json.dumps(at._asdict()))
 
     def _noted(self) -> list[Position]:
         """Return the positions that are noted in the folder, up to the first position that is
