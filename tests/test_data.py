@@ -94,8 +94,8 @@ def test_a_batch_follows_from_seed_and_step(texts, load, pack):
     for step, size in itertools.product((0, 13, 70), (1, 2)):
         parts = [again.train(step, slice(i, i + size)) for i in range(0, 4, size)]
         same(data.joined(parts), one.train(step))
-    for part, whole in zip(again.evaluation(2, slice(1, 3)), one.evaluation(2), strict=True):
-        np.testing.assert_array_equal(part.tokens, whole.tokens[1:3])
+    for mine, whole in zip(again.evaluation(2), one.evaluation(2), strict=True):
+        same(mine, whole)
     assert one.vocabulary == 256 and one.sha256 == other.sha256
     others = {load(texts, pack=x).sha256 for x in data.PACKS}
     assert len(others) == 3 and one.sha256 in others

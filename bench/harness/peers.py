@@ -174,7 +174,7 @@ def _cudnn_selected(branch: str, config: NSAConfig, given: Values) -> Values:
         given[name].flatten(0, 1) for name in ("query", "key", "value", "block_indices")
     )
     batch, length = given["query"].shape[:2]
-    ends = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+    ends = peer_nsa_triton.bounds(given["query"])
     found = selection_attention_wrapper(
         *(query, key, value, lists, (lists >= 0).sum(-1, dtype=torch.int32), ends, ends),
         block_size=config.select_block,

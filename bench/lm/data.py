@@ -122,19 +122,19 @@ class Batches:
             parts.append(Batch(*self._packed.rows(within)))
         return joined(parts)
 
-    def evaluation(self, count: int, rows: slice = slice(None)) -> list[Batch]:
-        """Return the rows `rows` of `count` batches of held-out text. Every call returns the same
-        batches."""
+    def evaluation(self, count: int) -> list[Batch]:
+        """Return `count` batches of held-out text. Every call returns the same batches."""
         if self.pack == "none":
-            seeds = [(self.seed, 1, i) for i in range(count)]
-            return [self._windows(self.held_out, seed, rows) for seed in seeds]
+            return [self._windows(self.held_out, (self.seed, 1, i)) for i in range(count)]
         if self.pack == "once":
             batch, width = self.shape
             starts = np.linspace(0, len(self.held_out) - width, count * batch).astype(int)
-            return [self._at(self.held_out, x[rows]) for x in starts.reshape(count, batch)]
-        return drawn(self._held_out, self.shape[0], (self.seed, 1), count, rows)
+            return [self._at(self.held_out, x) for x in starts.reshape(count, batch)]
+        return drawn(self._held_out, self.shape[0], (self.seed, 1), count)
 
-    def _windows(self, tokens: np.ndarray, seed: tuple[int, ...], rows: slice) -> Batch:
+    def _windows(
+        self, tokens: np.ndarray, seed: tuple[int, ...], rows: slice = slice(None)
+    ) -> Batch:
         batch, width = self.shape
         starts = np.random.default_rng(seed).integers(0, len(tokens) - width + 1, batch)
         return self._at(tokens, starts[rows])
@@ -212,12 +212,10 @@ def joined(parts: list[Batch]) -> Batch:
     return Batch(np.concatenate(tokens), np.concatenate(segments) if packed else None)
 
 
-def drawn(
-    packed: Packed, batch: int, seed: tuple[int, ...], count: int, rows: slice
-) -> list[Batch]:
-    """Return the rows `rows` of `count` batches, which consist of random rows of `packed`."""
+def drawn(packed: Packed, batch: int, seed: tuple[int, ...], count: int) -> list[Batch]:
+    """Return `count` batches, which consist of random rows of `packed`."""
     places = np.random.default_rng(seed).integers(0, packed.count, (count, batch))
-    return [Batch(*packed.rows(each[rows])) for each in places]
+    return [Batch(*packed.rows(each)) for each in places]
 
 
 def load(

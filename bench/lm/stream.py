@@ -102,7 +102,7 @@ class Streamed(Batches):
         found = [self._row(i) for i in range(step * batch, (step + 1) * batch)[rows]]
         return self._batch(*map(np.concatenate, zip(*found, strict=True)))
 
-    def evaluation(self, count: int, rows: slice = slice(None)) -> list[Batch]:
+    def evaluation(self, count: int) -> list[Batch]:
         held_out = self.first.held_out
         packed = Packed(held_out.tokens, held_out.starts, (self.seed, 3), self.shape[1])
         if not packed.count:
@@ -111,7 +111,7 @@ class Streamed(Batches):
                 f"{self.shape[1]} tokens, got {len(held_out.tokens)} tokens in the first "
                 f"{self.buffer} documents; increase --shuffle_buffer or shorten the rows"
             )
-        found = drawn(packed, self.shape[0], (self.seed, 1), count, rows)
+        found = drawn(packed, self.shape[0], (self.seed, 1), count)
         return [self._batch(*each) for each in found]
 
     def _batch(self, tokens: np.ndarray, segment_ids: np.ndarray | None) -> Batch:
