@@ -44,25 +44,35 @@ def forward(api, branch: str, config, implementation, arguments) -> Values:
 
 
 def asked(settings: Settings, runner) -> Problem:
+    """Return the problem of `settings` for the registry of `runner`, as the function `question`
+    does."""
+    run = settings.runtime
+    sizes = run.dtype.name, run.batch, run.seq_len
+    return question(runner, settings.model, settings.nsa, *sizes)
+
+
+def question(
+    runner, heads: Any, config, dtype: str, batch: int, length: int, packed: bool = False
+) -> Problem:
     """Return the problem for the registry of `runner` on the device of `runner`. The policy of that
-    device applies to the problem. The caller sets the problem's `step` later.
+    device applies to the problem. The caller sets the problem's `step` later. `heads` has the
+    numbers and widths of heads, by the names of a `LayerSpec`.
     """
-    model, run = settings.model, settings.runtime
     return Problem(
         framework=runner.framework,
         step="",
         platform=runner.platform,
         capability=runner.capability,
-        dtype=run.dtype.name,
-        B=run.batch,
-        T=run.seq_len,
-        S=run.seq_len,
-        H=model.n_heads,
-        Hkv=model.n_kv_groups,
-        D=model.d_k,
-        Dv=model.d_v,
-        packed=False,
-        config=settings.nsa,
+        dtype=dtype,
+        B=batch,
+        T=length,
+        S=length,
+        H=heads.n_heads,
+        Hkv=heads.n_kv_groups,
+        D=heads.d_k,
+        Dv=heads.d_v,
+        packed=packed,
+        config=config,
         device=None if runner.device == "cpu" else runner.device,
     )
 

@@ -6,11 +6,11 @@ import gc
 from pathlib import Path
 from typing import Any
 
-from nsa_core.dispatch import OnUnsupported, Problem
+from nsa_core.dispatch import OnUnsupported
 from nsa_core.types import Branches
 
 from ..harness import jobs
-from ..harness.runners import RUNNERS
+from ..harness.runners import RUNNERS, question
 from .parallel import Parallel
 from .ranks import Ranks
 from .spec import WHOLE_ROWS, Attention, Task
@@ -93,23 +93,8 @@ def nsa(
                 f"implementations of {framework} must be in {runner.registry.names()}, got {name!r}"
             )
     at, training = task.model.layer, task.training
-    problem = Problem(
-        framework=framework,
-        step="",
-        platform=runner.platform,
-        capability=runner.capability,
-        dtype=task.dtype,
-        B=training.batch,
-        T=training.seq_len,
-        S=training.seq_len,
-        H=at.n_heads,
-        Hkv=at.n_kv_groups,
-        D=at.d_k,
-        Dv=at.d_v,
-        packed=packed,
-        config=at.config,
-        device=None if runner.device == "cpu" else runner.device,
-    )
+    sizes = task.dtype, training.batch, training.seq_len
+    problem = question(runner, at, at.config, *sizes, packed)
     chosen = runner.registry.choices(problem, names, on_unsupported)
     named = Branches(*(getattr(chosen, step).implementation for step in Branches._fields))
     return Variant(framework, "nsa", jobs.label(chosen), named)
