@@ -246,8 +246,6 @@ def check_indices(
     scores: np.ndarray,
     positions: np.ndarray,
     config,
-    *,
-    name: str = "indices",
 ) -> Parity:
     """Check a selection `[B, T, Hkv, n]` against float64 `scores` `[B, T, Hkv, N]`.
 
@@ -262,18 +260,17 @@ def check_indices(
       scores: The scores of the oracle.
       positions: `[T]`, the position of each query in its sequence.
       config: The config of the selection.
-      name: Name of the array, for the reason.
 
     Raises:
       ValueError: `indices` has another shape.
     """
     if indices.shape != (*scores.shape[:3], config.num_selected):
         expected = (*scores.shape[:3], config.num_selected)
-        raise ValueError(f"{name}: shape must be {expected}, got {indices.shape}")
+        raise ValueError(f"indices: shape must be {expected}, got {indices.shape}")
     own, forced, ranked = _ranked(scores, positions, config)
     for rule, holds in rules(indices, np.broadcast_to(own, (*scores.shape[:3], 1)), config):
         if not holds.all():
-            return _broken(name, f"{rule} ({(~holds).sum()} rows break it)")
+            return _broken("indices", f"{rule} ({(~holds).sum()} rows break it)")
     chosen, best = np.zeros((2, *scores.shape), bool)
     np.put_along_axis(chosen, np.where(indices < 0, indices[..., :1], indices), True, axis=-1)
     chosen &= indices[..., :1] >= 0  # a row of padding selects no block
@@ -289,8 +286,8 @@ def check_indices(
     worst = float(below.max(initial=0.0))
     mean = float(below.sum() / max(scored.sum(), 1))
     ok = worst <= SCORE_SLACK
-    reason = "" if ok else f"{name}: a chosen block scores {worst:.3g} below the n-th best"
-    return Parity(worst, mean, SCORE_SLACK, SCORE_SLACK, ok, reason, differ, name)
+    reason = "" if ok else f"indices: a chosen block scores {worst:.3g} below the n-th best"
+    return Parity(worst, mean, SCORE_SLACK, SCORE_SLACK, ok, reason, differ, "indices")
 
 
 def _ranked(scores, positions, config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
