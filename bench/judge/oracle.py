@@ -108,15 +108,18 @@ class Slabs(NamedTuple):
 
 def dense(branch: str, arguments: Mapping[str, Any], config, kv_len, dtype=None) -> dict:
     """Return the reference results of a branch. The results are `out` and `lse` for a branch, only
-    `scores` for the scores, and only `out` for attention of all branches (`all`). `arguments` are
-    the arguments of the branch, and for `all` also the block indices.
+    `scores` for the scores, only `indices` for the selection (`indices`), and only `out` for
+    attention of all branches (`all`). `arguments` are the arguments of the branch, and for `all`
+    also the block indices.
     """
     where = {"config": config, "kv_len": kv_len}
     at = {**where, "compute_dtype": dtype}
-    if branch in ("compressed", "scores"):
+    if branch in ("compressed", "scores", "indices"):
         arguments = {name.removeprefix("compressed_"): x for name, x in arguments.items()}
     if branch == "scores":
         return {"scores": reference.block_scores(**arguments, **where)}
+    if branch == "indices":
+        return {"indices": reference.select_blocks(**arguments, **where)}
     if branch == "all":
         return {"out": _whole(**arguments, where=at)}
     if branch == "dense":

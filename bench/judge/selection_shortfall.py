@@ -9,17 +9,14 @@ its shortfall is within the resolution of float32 (`resolution`).
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from nsa_core.config import NSAConfig
-from nsa_jax import reference
 
 from ..harness import heartbeat
 from . import oracle, parity
@@ -102,20 +99,8 @@ def expected(query: jax.Array, compressed_key: jax.Array, config: NSAConfig) -> 
     size = min(max(oracle.FORWARD_ELEMENTS // elements, 1), length)
     starts = *range(0, length - size, size), length - size
     slabs = oracle.Slabs(starts, size, length)
-    step, parts = _selection(config, size), []
-    for start, skip in zip(slabs.starts, slabs.skips, strict=True):
-        parts.append(np.asarray(step(query, compressed_key, jnp.int32(start)))[:, skip:])
-    return np.concatenate(parts, axis=1)
-
-
-@functools.cache
-def _selection(config, size):
-    def slab(query, compressed_key, start):
-        part = lax.dynamic_slice_in_dim(query, start, size, axis=1)
-        where = {"config": config, "kv_len": start + size}
-        return reference.select_blocks(part, compressed_key, **where)
-
-    return oracle.compiled(slab)
+    arguments = {"query": query, "compressed_key": compressed_key}
+    return oracle.outputs("indices", arguments, config, slabs, low=True)["indices"]
 
 
 def exact_scores(
