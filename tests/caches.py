@@ -541,7 +541,7 @@ def forked(fork, rows, pages, table, path):
 
 def check(path, turns: list[Turn], rows=None, table=None, bound=None, seed=0):
     """Each turn's output is the oracle's, and in the end the cache holds what it must, no more.
-    `path.blocks` are then those of the last turn.
+    `path.call` and `path.blocks` are then those of the last turn.
 
     Returns the outputs. `seed`: of where pages lie.
     """
@@ -562,7 +562,7 @@ def check(path, turns: list[Turn], rows=None, table=None, bound=None, seed=0):
         for row, column, entry in turn.lost:
             table[row, column] = entry
         order = [*turn.order] or [*range(batch)]
-        call = call_of(rows, table, turn, order)
+        call = path.call = call_of(rows, table, turn, order)
         pages.append(rows, table, turn, order)
         if turn.attends:
             outs.append(path.step(call))

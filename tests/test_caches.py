@@ -198,13 +198,10 @@ def test_a_page_beyond_the_pool_is_none():
 @by_path
 def test_lengths_may_be_said_to_be_longer_than_a_table(path, most):
     """A bound of all calls' rows; a row beyond its table counts as the table's tokens."""
-    sizes, paged = Sizes(), PATHS[path](Sizes())
-    turn, rows = Turn([91, 0, 0, 0], [96, 0, 0, 0]), Rows(sizes, [96, 0, 0, 0])
-    table = tables([96, 0, 0, 0], SMALL)
-    check(paged, [Turn([0] * 4, [91, 0, 0, 0], attends=False), turn], rows, table)
-    call = call_of(rows, table, turn, [0, 1, 2, 3])
-    want = paged.attend(call)
-    beyond = dataclasses.replace(call, lengths=np.array([1000, 0, 0, 0], np.int32))
+    paged, turn = PATHS[path](Sizes()), Turn([91, 0, 0, 0], [96, 0, 0, 0])
+    check(paged, [Turn([0] * 4, [91, 0, 0, 0], attends=False), turn])
+    want = paged.attend(paged.call)
+    beyond = dataclasses.replace(paged.call, lengths=np.array([1000, 0, 0, 0], np.int32))
     close(paged.attend(beyond, max_seqlen_q=most), want)
 
 

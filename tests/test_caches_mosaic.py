@@ -31,7 +31,6 @@ from tests.caches import (
     Sizes,
     TorchPages,
     Turn,
-    call_of,
     check,
     decoding,
     of_counts,
@@ -161,11 +160,9 @@ def test_values_in_fp8_may_be_small_or_large(ran, monkeypatch):
     """The output is as many times smaller or larger, to the bit; scales of a cache that someone
     filled may be negative. A length beyond the table is that of the table.
     """
-    sizes, turns = few(fp8=True), decoding([640], 1)
-    rows, path = Rows(sizes, [640]), path_of(monkeypatch, sizes, [640], more=0)
-    check(path, turns, rows, bound=5e-3)
-    table = tables([640], sizes.config, path.pool, path.width)
-    call = call_of(rows, table, turns[1], [0])
+    path = path_of(monkeypatch, few(fp8=True), [640], more=0)
+    check(path, decoding([640], 1), bound=5e-3)
+    call = path.call
     wanted = path.attend(call)
     beyond = dataclasses.replace(call, lengths=np.array([2**31 - 1], np.int32))
     assert (path.attend(beyond) == wanted).all()
@@ -203,23 +200,20 @@ def test_jax_runs_a_step_on_pages_in_fp8(detectors):
 
 def test_steps_that_are_known_are_neither_checked_nor_decided_anew(ran, monkeypatch):
     sizes = few(separate=False)
-    path, rows = path_of(monkeypatch, sizes, [80]), Rows(sizes, [80])
+    path = path_of(monkeypatch, sizes, [80])
     checked = pretend.watched(monkeypatch, "checked_step")
     checked_tokens = pretend.watched(monkeypatch, "checked_tokens_of_step")
     step = lambda n: Turn([n], [n + 1], even=True)
-    check(path, [Turn([0], [70], attends=False), *map(step, range(70, 80))], rows, bound=5e-3)
+    check(path, [Turn([0], [70], attends=False), *map(step, range(70, 80))], bound=5e-3)
     assert (len(checked), len(checked_tokens), len(ran)) == (1, 1, 10)
 
 
 @pytest.fixture
 def step(ran, monkeypatch):
     """What runs a step of two rows, which is known, with other arguments; and its path."""
-    sizes, lengths = few(separate=False), [70, 30]
-    path, rows = path_of(monkeypatch, sizes, lengths), Rows(sizes, lengths)
-    turns = decoding(lengths, 1)
-    check(path, turns, rows, bound=5e-3)
-    table = tables(lengths, sizes.config, path.pool, path.width)
-    query, gates, pair, at, _, _ = path.given(call_of(rows, table, turns[1], [0, 1]))
+    path = path_of(monkeypatch, few(separate=False), [70, 30])
+    check(path, decoding([70, 30], 1), bound=5e-3)
+    query, gates, pair, at, _, _ = path.given(path.call)
     given = {"query": query, "gates": gates, "cache": path.cache, "key": pair[0]}
     given |= {"value": pair[1], "page_table": at[0], "lengths": at[1]}
     return functools.partial(nsa_torch.paged_attention, **given)
@@ -274,11 +268,11 @@ def test_without_the_kernel_the_tokens_are_appended_first(step, ran, monkeypatch
 def test_rows_of_different_few_tokens_are_one_launch(ran, monkeypatch, planned):
     """Each row's own stand at its end; what fills up the others is left out again."""
     sizes, turn = few(), Turn([70, 61], [71, 64])
-    path, rows = path_of(monkeypatch, sizes, [71, 64]), Rows(sizes, [71, 64])
+    path = path_of(monkeypatch, sizes, [71, 64])
     if planned:
         runs = nsa_torch.plan_runs([0, 1, 4], [71, 64], 64)
         path.attend = functools.partial(path.attend, runs=runs)
-    check(path, [Turn([0, 0], [70, 61], attends=False), turn], rows, bound=5e-3)
+    check(path, [Turn([0, 0], [70, 61], attends=False), turn], bound=5e-3)
     assert [x.spec.q_len for x in ran if x.name == "decode"] == [3]
 
 
@@ -420,11 +414,9 @@ def test_steps_on_a_gpu(name, implementation, monkeypatch):
     sizes, found, lengths, variant = step_of(STEPS[name])
     path = path_of(monkeypatch, sizes, lengths, variant, device="cuda")
     path.implementation = implementation
-    rows, table = Rows(sizes, lengths), tables(lengths, sizes.config, path.pool, path.width)
-    check(path, found, rows, table, bound=5e-3)
-    call = call_of(rows, table, found[1], [*range(len(lengths))])
-    first = path.attend(call)
-    assert all((path.attend(call) == first).all() for _ in range(100))
+    check(path, found, bound=5e-3)
+    first = path.attend(path.call)
+    assert all((path.attend(path.call) == first).all() for _ in range(100))
 
 
 @on_hopper

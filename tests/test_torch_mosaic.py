@@ -172,13 +172,11 @@ def check_chunks(sizes, lengths, count, device="cpu"):
     path = TorchPages(sizes, device, "mosaic", pool=batch * width + 3, width=width)
     runs = plan_runs([count * i for i in range(batch + 1)], lengths, page)
     path.attend = functools.partial(path.attend, runs=runs, implementation="mosaic")
-    rows, table = Rows(sizes, lengths), tables(lengths, sizes.config, path.pool, width)
     begin = [n - count for n in lengths]
     turns = [Turn([0] * batch, begin, attends=False)] if any(begin) else []
     turns.append(Turn(begin, lengths))
-    (out,) = check(path, turns, rows, table, bound=2e-2)
-    call = call_of(rows, table, turns[-1], [*range(batch)])
-    return functools.partial(path.attend, call), out
+    (out,) = check(path, turns, bound=2e-2)
+    return functools.partial(path.attend, path.call), out
 
 
 def copied_first(monkeypatch):
