@@ -323,9 +323,7 @@ class TorchPages:
         query, gates, *pair = call.given(self.sizes, self.array)
         gates = gates.to(getattr(torch, self.sizes.gate_dtype))
         at = [self.array(x) for x in (call.table, call.lengths)]
-        params, starts = call.params, self.array(call.starts)
-        if params is not None:
-            params = jax.tree.map(self.array, params)
+        params, starts = jax.tree.map(self.array, call.params), self.array(call.starts)
         slots = self.array(call.slots) if self.sizes.fp8 else None
         return query, gates, pair, at, starts, {"params": params, "slots": slots}
 
@@ -455,7 +453,7 @@ class TorchDense:
         if np.ptp(counts):
             options["new_lengths"] = torch.from_numpy(counts)
         if call.params is not None:
-            options["compress_params"] = torch_params(call.params)
+            options["compress_params"] = jax.tree.map(torch.from_numpy, call.params)
         with torch.no_grad():
             return nsa_torch.cached_attention(query, key, value, gates, self.cache, **options)[
                 0
@@ -496,11 +494,6 @@ def phi(kind, width):
         "mlp_pe": MLPParams(*arrays),
         "mlp_rope": RopeMLPParams(*arrays, rates),
     }[kind]
-
-
-def torch_params(params):
-    """Of `Rows.params`."""
-    return tuple(type(x)(*(torch.from_numpy(np.array(y)) for y in x)) for x in params)
 
 
 def close(found, want, bound=None):

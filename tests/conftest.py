@@ -52,6 +52,7 @@ install_import_hook([f"nsa_jax.{name}" for name in CHECKED], "beartype.beartype"
 import jax
 import numpy as np
 import pytest
+import torch.distributed as dist
 from jax._src import callback as callbacks
 from jax._src.dispatch import runtime_tokens
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -155,6 +156,14 @@ def no_thresholds(request):
 @pytest.fixture
 def rng():
     return np.random.default_rng(1337)
+
+
+@pytest.fixture
+def mesh():
+    """Of this process alone, which is a group of `torch.distributed`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture

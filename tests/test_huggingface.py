@@ -11,7 +11,6 @@ import json
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch.distributed.fsdp import fully_shard
@@ -571,26 +570,20 @@ def test_models_that_training_does_not_have(tmp_path):
         from_safetensors(path, tied)
 
 
-def test_fsdp_shards_the_layers_it_is_told_of(tmp_path):
+def test_fsdp_shards_the_layers_it_is_told_of(mesh):
     """All that a state_dict holds is a sharded parameter: what accelerate's FSDP2 asks for."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = dist.init_device_mesh("cpu", (1,))
-        made, ids = copy.deepcopy(model("mixed")).train(), tokens(2)
-        want = made(ids, labels=ids).loss
-        wrapped = [x for x in made.modules() if type(x).__name__ in made._no_split_modules]
-        assert len(wrapped) == 2
-        for module in [*wrapped, made]:
-            fully_shard(module, mesh=mesh)
-        loss = made(ids, labels=ids).loss
-        loss.backward()
-        assert torch.equal(loss, want)
-        assert all(isinstance(x, DTensor) for x in made.state_dict().values())
-        assert made.state_dict().keys() == model("mixed").state_dict().keys()
-        assert all(x.grad is not None for x in made.parameters())
-    finally:
-        dist.destroy_process_group()
+    made, ids = copy.deepcopy(model("mixed")).train(), tokens(2)
+    want = made(ids, labels=ids).loss
+    wrapped = [x for x in made.modules() if type(x).__name__ in made._no_split_modules]
+    assert len(wrapped) == 2
+    for module in [*wrapped, made]:
+        fully_shard(module, mesh=mesh)
+    loss = made(ids, labels=ids).loss
+    loss.backward()
+    assert torch.equal(loss, want)
+    assert all(isinstance(x, DTensor) for x in made.state_dict().values())
+    assert made.state_dict().keys() == model("mixed").state_dict().keys()
+    assert all(x.grad is not None for x in made.parameters())
 
 
 @refusals.by_row("configuration of a Hugging Face model")

@@ -239,16 +239,16 @@ def test_convolved_keys_are_what_loops_say(kv, both):
     key, before = (rng.normal(size=(2, n, columns)).astype(np.float32) for n in (7, 2))
     position = np.array(MODELS["positions"])
     weight = module.key_conv.weight[:, 0].T.detach().numpy()
-    want = loops(key, weight, position, before)
-    given = key, position, before
-    got = module.key_conv(*map(torch.from_numpy, given)).detach()
-    close(got, want)
-    close(twin.key_conv(*map(jnp.asarray, given)), want)
     begins = np.arange(7)[None].repeat(2, 0)
-    want = loops(key, weight, begins, np.full_like(before, np.nan))
-    close(module.key_conv(*map(torch.from_numpy, (key, begins))).detach(), want)
-    close(twin.key_conv(*map(jnp.asarray, (key, begins))), want)
-    low = module.bfloat16().key_conv(*(torch.from_numpy(x) for x in (key, begins)))
+    absent = np.full_like(before, np.nan)  # no key before a sequence that begins is read
+    for at, earlier, given in (
+        (position, before, (key, position, before)),
+        (begins, absent, (key, begins)),
+    ):
+        want = loops(key, weight, at, earlier)
+        close(module.key_conv(*map(torch.from_numpy, given)).detach(), want)
+        close(twin.key_conv(*map(jnp.asarray, given)), want)
+    low = module.bfloat16().key_conv(*map(torch.from_numpy, given))
     assert low.dtype == torch.float32
 
 

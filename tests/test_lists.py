@@ -40,6 +40,12 @@ def made(describe, spec, device, *arrays):
     return [x.cpu().numpy() for x in found]
 
 
+def packed_row(lengths, size, end):
+    """Of each token its position, and where its sequence begins; `end`: of padding."""
+    row = [(t, sum(lengths[:i])) for i, n in enumerate(lengths) for t in range(n)]
+    return row + [(-1, end)] * (size - len(row))
+
+
 class Problem(NamedTuple):
     """Lists, the sizes of their work items, and where tokens stand.
 
@@ -86,12 +92,7 @@ class Problem(NamedTuple):
             of = tables.tokens
             arrays = of.position, of.place_start, of.causal_end, tables.key_tiles.first
             return [x.numpy() for x in arrays]
-        row = [(t, 0) for t in range(S)]
-        if self.lengths:
-            row = [
-                (t, sum(self.lengths[:i])) for i, n in enumerate(self.lengths) for t in range(n)
-            ]
-            row += [(-1, len(row))] * (S - len(row))
+        row = packed_row(self.lengths or [S], S, sum(self.lengths))
         position, start = (np.stack([x] * B) for x in np.array(row[S - T :], np.int32).T)
         if not self.lengths:
             position[1:] -= 40  # a shorter row, which may begin with padding
@@ -353,8 +354,7 @@ def test_block_lists_of_tiles(tokens, place, change, device, monkeypatch):
     if isinstance(where, int):
         row = [(t + where, 0) for t in range(spec.T)]
     else:
-        row = [(t, sum(where[:i])) for i, n in enumerate(where) for t in range(n)]
-        row += [(-1, 500)] * (spec.T - len(row))
+        row = packed_row(where, spec.T, 500)
     position, start = (np.stack([x] * spec.B) for x in np.array(row, np.int32).T)
     indices = draw(position, spec.Hkv, spec.n, spec.block)
     if place == "packed, second not cut":

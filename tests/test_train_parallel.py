@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -288,22 +286,17 @@ def test_layouts_of_jax_have_the_numbers_of_torch_in_one_process(tmp_path, layou
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
-def test_gates_of_each_query_head_in_shards():
+def test_gates_of_each_query_head_in_shards(mesh):
     """From `meta`, as FSDP starts a layer; the output is that of the same weights, whole."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        layer = in_torch(gate="head", gate_bias=(0, 1, 3), device="meta")
-        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-        layer.to_empty(device="cpu")
-        layer.reset_parameters()
-        assert isinstance(layer.gate.bias, DTensor)
-        assert layer.gate.bias.full_tensor().tolist() == [0, 1, 3] * 6
-        state = {name: x.full_tensor() for name, x in layer.named_parameters()}
-        x = torch.randn(1, 40, 24)
-        sharded, _ = layer(x)
-    finally:
-        dist.destroy_process_group()
+    layer = in_torch(gate="head", gate_bias=(0, 1, 3), device="meta")
+    fully_shard(layer, mesh=mesh)
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    assert isinstance(layer.gate.bias, DTensor)
+    assert layer.gate.bias.full_tensor().tolist() == [0, 1, 3] * 6
+    state = {name: x.full_tensor() for name, x in layer.named_parameters()}
+    x = torch.randn(1, 40, 24)
+    sharded, _ = layer(x)
     whole = in_torch(gate="head", phi="avg")
     whole.load_state_dict(state, strict=False)
     torch.testing.assert_close(whole(x)[0], sharded)
