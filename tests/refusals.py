@@ -87,7 +87,12 @@ class Row(NamedTuple):
         return given(self.changes, framework, makers)
 
     def refused(self):
-        return pytest.raises(self.error, match=words(self.sentence))
+        return refused(self.sentence, self.error)
+
+
+def refused(sentence, error=ValueError):
+    """What runs within is refused with the sentence."""
+    return pytest.raises(error, match=words(sentence))
 
 
 def by_row(*path):
