@@ -225,12 +225,18 @@ def bad_input(mesh: DeviceMesh) -> dict[str, str]:
         torch.autograd.grad(made(x).sum(), x, create_graph=True)
 
     query, key = wants("query")["query"], wants("key")["key"]
+    others = {
+        "length": cut(x, 4),
+        "dtype": each(torch.Tensor.half),
+        "invalid": x | {"value": x["value"][:, :, 1:]},
+        "axes of query": x | {"query": x["query"][0]},
+        "kind": x | {"query": x["query"].numpy()},
+    }
     calls = {
-        "length": lambda: plain(mesh, cut(x, 4) if odd else x),
-        "dtype": lambda: plain(mesh, each(torch.Tensor.half) if odd else x),
-        "invalid": lambda: plain(mesh, x | {"value": x["value"][:, :, 1:]} if odd else x),
-        "axes of query": lambda: plain(mesh, x | {"query": x["query"][0]} if odd else x),
-        "kind": lambda: plain(mesh, x | {"query": x["query"].numpy()} if odd else x),
+        name: functools.partial(plain, mesh, other if odd else x)
+        for name, other in others.items()
+    }
+    calls |= {
         "metadata": lambda: plain(mesh, x, varlen="none" if odd else varlen),
         "gradient": lambda: plain(mesh, wants("key" if odd else "query")),
         "gradient of means": lambda: means(wants("key" if odd else "")["key"][0]),

@@ -149,10 +149,10 @@ def test_the_same_bits_alone_and_with_another_capacity(ran, monkeypatch):
     sizes, found = few(), []
     for lengths, capacity, more in (([652, 300], 128, 2), ([652], 512, 40)):
         variant = dataclasses.replace(SMALLEST, capacity=capacity)
-        rows, alone = Rows(sizes, [652, 300]), Rows(sizes, [652])
-        alone.tokens = {k: x[: len(lengths)] for k, x in rows.tokens.items()}
+        rows = Rows(sizes, [652, 300])
+        rows.tokens = {k: x[: len(lengths)] for k, x in rows.tokens.items()}
         path = path_of(monkeypatch, sizes, lengths, variant, more)
-        found += check(path, decoding(lengths, 1), alone, bound=5e-3)
+        found += check(path, decoding(lengths, 1), rows, bound=5e-3)
     assert (found[0][0] == found[1][0]).all()
 
 
