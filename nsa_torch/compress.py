@@ -39,8 +39,9 @@ def compress(
     batch, length, kv_heads, width = x.shape
     block, stride = config.compress_block, config.compress_stride
     count = config.num_compressed(length)
-    if count == 0 or x.numel() == 0:
-        return x.new_zeros(batch, count, kv_heads, width)
+    if count == 0 or x.numel() == 0:  # the gradients are zeros, not None
+        windows = x[:, torch.zeros(count, block, dtype=torch.int64, device=x.device)]
+        return apply_phi(windows, params, torch.zeros(1, count, device=x.device))
     if cu_seqlens is None:
         # A window consists of l/d stride blocks. Slices select them, so that the gradient needs
         # no scatter.
@@ -140,8 +141,6 @@ def _gradients(grad, *arguments):
     leaves = [t.detach().requires_grad_() for t in arguments[:count]]
     with torch.enable_grad():
         (out,) = _compress(*leaves, *arguments[count:])
-    if not out.requires_grad:  # there is no window to compress
-        return [torch.zeros_like(t) for t in leaves]
     return torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
 
 

@@ -154,6 +154,19 @@ def test_the_seeds_state_dict_keys():
     assert in_torch(phi="mlp").state_dict()["phi_k_conv.weight"].shape == (8, 1, 8)
 
 
+@pytest.mark.parametrize("phi", PHI)
+@pytest.mark.parametrize("borders", [None, [0, 5], [0, 3, 5]])
+def test_rows_too_short_to_compress_have_gradients_of_zero(phi, borders):
+    """And not None, for which `DistributedDataParallel` waits in vain."""
+    module, packed = in_torch(phi=phi), {}
+    if borders is not None:
+        packed["cu_seqlens"] = torch.tensor(borders, dtype=torch.int32)
+    out, _ = module(torch.from_numpy(tokens(5, 1)), **packed)
+    names, parameters = zip(*module.named_parameters())
+    for name, found in zip(names, torch.autograd.grad(out.sum(), parameters)):
+        assert not ("phi" in name or "cmp" in name) or (found == 0).all(), name
+
+
 def test_phi_mlp_of_jax_starts_as_the_mean():
     conv = in_jax(phi="mlp")
     for phi in conv.phi_k_conv, conv.phi_v_conv:
