@@ -14,6 +14,7 @@ extra `hf`.
 
 import argparse
 import glob
+import math
 import signal
 import sys
 import sysconfig
@@ -121,7 +122,10 @@ def main(argv: list[str] | None = None) -> int:
         done = f"stopped after {trainer.state.global_step} of {flags.steps} steps"
         print(f"{done}; the same command with --resume continues", file=sys.stderr)
         return 130
-    print(f"held-out loss {trainer.evaluate()['eval_loss']:.4f} nats per byte")
+    loss = trainer.evaluate()["eval_loss"]
+    print(f"held-out loss {loss:.4f} nats per byte")
+    if not math.isfinite(loss):
+        raise SystemExit("the held-out loss must be finite; no model was saved")
     trainer.save_model()
     return 0
 

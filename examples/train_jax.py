@@ -147,7 +147,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"stopped in step {number}", file=sys.stderr)
     starts = range(learned, len(tokens) - flags.tokens, flags.tokens)[:32]
     held_out = [evaluate(model, tokens[None, x + row], segments[None, x + row]) for x in starts]
-    print(f"held-out loss {np.mean(held_out):.4f} nats per byte")
+    loss = np.mean(held_out)
+    print(f"held-out loss {loss:.4f} nats per byte")
+    if not np.isfinite(loss):
+        raise SystemExit("the held-out loss must be finite; no model was saved")
     if flags.out:
         weights.save(flags.out, model)
     written = generate(model, flags.prompt.encode(), flags.new_tokens)

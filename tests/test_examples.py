@@ -96,6 +96,11 @@ def test_train_learns_and_goes_on_after_ctrl_c(tmp_path, capsys):
     assert [*begun, *rest] == pytest.approx(steps, abs=1e-2) and len(rest) == 3
     assert ended == pytest.approx(held_out, abs=1e-3)
     assert NSAForCausalLM.from_pretrained(out).config.hidden_size == 32
+    diverged = [*words, "--lr", "1e38", "--out", str(tmp_path / "diverged")]
+    with pytest.raises(SystemExit, match="held-out loss must be finite; no model was saved"):
+        main(diverged)
+    assert not [*(tmp_path / "diverged").iterdir()]
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         main(resume)
     assert "--resume needs a run that has not ended" in capsys.readouterr().err
@@ -155,7 +160,11 @@ def test_train_jax_learns_saves_and_writes(tmp_path, capsys):
         text = told.rpartition("nats per byte\n")[2]
         assert text.startswith("import ") and len(text) > len("import ")
         assert main([*words, "--steps", "1", "--load", str(model), "--lr", "1e-9"]) == 0
-    again = capsys.readouterr().out
+        again = capsys.readouterr().out
+        model.rename(tmp_path / "kept")
+        with pytest.raises(SystemExit, match="must be finite; no model was saved"):
+            main([*words, "--steps", "1", "--lr", "nan", "--out", str(model)])
+    assert not model.exists()
     assert losses(again)[-1] == pytest.approx(held_out, abs=1e-3)
     assert again.rpartition("nats per byte\n")[2] == text
 
