@@ -74,13 +74,16 @@ def load(path: str | Path, module: Module) -> None:
     passed to the constructor of the layer.
 
     Raises:
-      ValueError: The hyper-parameters, gate, phi, kv, keys, shapes or dtypes differ. The message
-        names the first difference, the expected value and the value in the file. If the error is
-        raised, the module is unchanged.
+      ValueError: The file is damaged, or the hyper-parameters, gate, phi, kv, keys, shapes or
+        dtypes differ. The message names the first difference, the expected value and the value in
+        the file. If the error is raised, the module is unchanged.
     """
-    with safetensors.safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} must be a safetensors file: {error}") from None
     recorded = json.loads(metadata.get(METADATA_KEY, "{}"))
     if METADATA_KEY in metadata:
         sentence = "{}: hyper-parameter {} must be {!r} as in the module, got {!r}"

@@ -10,6 +10,7 @@ import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -330,6 +331,10 @@ def test_a_checkpoint_is_served(device, tmp_path, monkeypatch):
         serve.main([str(tmp_path / "missing"), "--continuous-batching"])
     # So that what `register` sets in transformers is undone afterwards.
     monkeypatch.setattr(model_manager.transformers, "NSAForCausalLM", None, raising=False)
+    missing = mock.Mock(side_effect=ImportError("pip install transformers[serving]"))
+    monkeypatch.setattr("transformers.cli.transformers.main", missing)
+    with pytest.raises(SystemExit, match="serving"):
+        serve.main(given[:1])
     serve.register()
     models = model_manager.ModelManager(device="cpu" if device == "cpu" else "cuda:0")
     loaded = models._load_model(models.process_model_name(str(tmp_path)))

@@ -78,11 +78,14 @@ def test_faults_name_file_and_key(row, sentence, error, tmp_path):
 NOT_FINITE = itertools.product(("lr", "clip", "eps", "weight_decay"), (np.inf, np.nan, -1.0))
 
 
-@pytest.mark.parametrize("name, value", [*NOT_FINITE, ("beta2", 1.0), ("steps", 0)])
+@pytest.mark.parametrize(
+    "name, value", [*NOT_FINITE, ("lr", 10**38), ("beta2", 1.0), ("steps", 0)]
+)
 def test_training_is_of_finite_numbers(name, value):
     """They are lines of JSON too."""
     with pytest.raises(
-        ValueError, match=rf"{name} must be (>=? [01]|in \[0, 1\)), got {value}"
+        ValueError,
+        match=rf"{name} must be (>=? [01]|<= 1e30|in \[0, 1\)), got {value}",
     ):
         spec.Training(**dict(steps=1, batch=1, seq_len=1, warmup=0) | {name: value})
 

@@ -110,6 +110,14 @@ def test_a_file_that_does_not_fit_leaves_the_layer_unchanged(
 
 
 @each_kind
+@pytest.mark.parametrize("contents", [b"", b"not a safetensors file"])
+def test_a_damaged_file_is_named(kind, contents, path):
+    path.write_bytes(contents)
+    with pytest.raises(ValueError, match=f"{path} must be a safetensors file: "):
+        weights.load(path, kind())
+
+
+@each_kind
 @pytest.mark.parametrize("metadata", [{}, {"format": "pt"}])
 def test_a_file_saved_by_others_loads(kind, metadata, path):
     """Of which nobody knows the hyper-parameters."""

@@ -215,6 +215,7 @@ class Training:
         rules = (
             ("steps batch seq_len", ">= 1", lambda x: x >= 1),
             ("lr clip eps", "> 0", lambda x: 0 < x < math.inf),
+            ("lr", "<= 1e30", lambda x: x <= 1e30),  # AdamW multiplies it in float32
             ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
             ("weight_decay seed", ">= 0", lambda x: 0 <= x < math.inf),
         )

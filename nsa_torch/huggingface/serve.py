@@ -51,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     register()
     try:
         given = words(sys.argv[1:] if arguments is None else arguments)
-    except (NotImplementedError, OSError) as error:
-        sys.exit(f"{error}")
-    from transformers.cli.transformers import main as command
+        from transformers.cli.transformers import main as command
 
-    sys.argv = ["transformers", *given]
-    command()
+        sys.argv = ["transformers", *given]
+        command()
+    except (NotImplementedError, ImportError, OSError) as error:
+        sys.exit(f"{error}")
 
 
 if __name__ == "__main__":
