@@ -65,6 +65,18 @@ def save(path: str | Path, module: Module) -> None:
         scratch.unlink(missing_ok=True)
 
 
+def opened(path: str | Path) -> safetensors.safe_open:
+    """Open a file of weights, whose tensors are read as torch tensors.
+
+    Raises:
+      ValueError: The file is not complete.
+    """
+    try:
+        return safetensors.safe_open(path, framework="pt")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} must be a complete safetensors file, got {error}") from None
+
+
 def load(path: str | Path, module: Module) -> None:
     """Read the weights in `path` into `module`, in place. A loaded value gets the device or
     sharding of the parameter that it replaces.
@@ -74,16 +86,13 @@ def load(path: str | Path, module: Module) -> None:
     passed to the constructor of the layer.
 
     Raises:
-      ValueError: The file is damaged, or the hyper-parameters, gate, phi, kv, keys, shapes or
+      ValueError: The file is not complete, or the hyper-parameters, gate, phi, kv, keys, shapes or
         dtypes differ. The message names the first difference, the expected value and the value in
         the file. If the error is raised, the module is unchanged.
     """
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} must be a safetensors file: {error}") from None
+    with opened(path) as file:
+        metadata = file.metadata() or {}
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
     recorded = json.loads(metadata.get(METADATA_KEY, "{}"))
     if METADATA_KEY in metadata:
         sentence = "{}: hyper-parameter {} must be {!r} as in the module, got {!r}"

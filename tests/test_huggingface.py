@@ -564,6 +564,9 @@ def test_models_that_training_does_not_have(tmp_path):
     assert torch.equal(from_safetensors(path)(tokens(1)).logits, tied(tokens(1)).logits)
     with refused("tie_word_embeddings must be False"):
         from_safetensors(path, tied)
+    path.write_bytes(b"")
+    with refused(f"{path} must be a complete safetensors file, got"):
+        from_safetensors(path)
 
 
 def test_fsdp_shards_the_layers_it_is_told_of(mesh):

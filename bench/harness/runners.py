@@ -44,14 +44,13 @@ def forward(api, branch: str, config, implementation, arguments) -> Values:
 
 
 def asked(settings: Settings, runner) -> Problem:
-    """Return the problem of `settings` for the registry of `runner`, as the function `question`
-    does."""
+    """Return the result of `registry_problem` for `settings`."""
     run = settings.runtime
     sizes = run.dtype.name, run.batch, run.seq_len
-    return question(runner, settings.model, settings.nsa, *sizes)
+    return registry_problem(runner, settings.model, settings.nsa, *sizes)
 
 
-def question(
+def registry_problem(
     runner, heads: Any, config, dtype: str, batch: int, length: int, packed: bool = False
 ) -> Problem:
     """Return the problem for the registry of `runner` on the device of `runner`. The policy of that

@@ -10,7 +10,7 @@ from nsa_core.dispatch import OnUnsupported
 from nsa_core.types import Branches
 
 from ..harness import jobs
-from ..harness.runners import RUNNERS, question
+from ..harness.runners import RUNNERS, registry_problem
 from .parallel import Parallel
 from .ranks import Ranks
 from .spec import WHOLE_ROWS, Attention, Task
@@ -94,7 +94,7 @@ def nsa(
             )
     at, training = task.model.layer, task.training
     sizes = task.dtype, training.batch, training.seq_len
-    problem = question(runner, at, at.config, *sizes, packed)
+    problem = registry_problem(runner, at, at.config, *sizes, packed)
     chosen = runner.registry.choices(problem, names, on_unsupported)
     named = Branches(*(getattr(chosen, step).implementation for step in Branches._fields))
     return Variant(framework, "nsa", jobs.label(chosen), named)

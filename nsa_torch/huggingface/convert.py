@@ -40,12 +40,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import safetensors
 import safetensors.torch
 import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
+from nsa_interop.weights import opened
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -316,12 +316,7 @@ def _files(folder: Path) -> dict[str, Any]:
             raise FileNotFoundError(
                 f"{index} must list only existing files of its folder, got {name}"
             )
-        try:
-            files[name] = safetensors.safe_open(folder / name, framework="pt")
-        except safetensors.SafetensorError as error:
-            raise ValueError(
-                f"{folder / name} must be a complete safetensors file, got {error}"
-            ) from None
+        files[name] = opened(folder / name)
     return files
 
 

@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import safetensors
 from torch import nn
 
 from nsa_core.layer import FIELDS, KIND, LayerSpec
@@ -58,7 +57,7 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
 
 def _configuration(path: str | Path) -> NSAModelConfig:
     """Return the configuration of the model whose weights are in the file."""
-    with safetensors.safe_open(path, framework="pt") as file:
+    with weights.opened(path) as file:
         found = json.loads((file.metadata() or {}).get(weights.METADATA_KEY, "{}"))
     if missing := [name for name in MODEL if name not in found]:
         raise ValueError(
