@@ -4,9 +4,7 @@ import dataclasses
 import re
 
 import pytest
-import torch
 
-import nsa_torch
 from bench import fa2
 from bench.harness import exit_status
 from bench.harness.runners import TorchRunner
@@ -64,27 +62,6 @@ def fake(wrong=0):
     return call
 
 
-@pytest.mark.parametrize("length", [5, 8, 31, 63])
-def test_dense_calls_are_the_branches(length, monkeypatch):
-    monkeypatch.setattr(fa2, "_dense", fake())
-    make = torch.Generator().manual_seed(length)
-    query, key, value = (
-        torch.randn(2, length, heads, width, generator=make)
-        for heads, width in ((4, 8), (2, 8), (2, 16))
-    )
-    pooled = [nsa_torch.compress(x, config=CONFIG) for x in (key, value)]
-    for branch, prefix, arrays in (
-        ("sliding", "", (key, value)),
-        ("compressed", "compressed_", pooled),
-    ):
-        names = "query", f"{prefix}key", f"{prefix}value"
-        given = dict(zip(names, (query, *arrays), strict=True))
-        attend = getattr(nsa_torch, f"{branch}_attention")
-        expected, *_ = attend(**given, config=CONFIG, implementation="reference")
-        found = fa2.dense(branch, CONFIG, length)(given)["out"]
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-
-
 def full(given):
     raise MemoryError("no room")
 
@@ -105,8 +82,10 @@ def test_a_speed_up_needs_two_rows_that_are_right(status, tmp_path, capsys, monk
     monkeypatch.setattr(TorchRunner, "capability", always, raising=False)
     if status == "oom":
         monkeypatch.setattr(fa2, "masked", lambda *_: full)
-    code, found, (row, _) = run(fa2, tmp_path, SMALL, "--path=dense --S_list=63")
-    base, fast, library = (r for r in found if r.branch == "sliding")
+    code, found, (row, *_) = run(
+        fa2, tmp_path, SMALL, "--path=dense --batch=2 --S_list=63,5,8,31"
+    )
+    base, fast, library = found[:3]
     assert (code, fast.status) == (wrong, "wrong" if wrong else "ok")
     assert (row["path"], row["status"], row["sm"]) == ("dense", status, "90")
     assert library.status == "ok"
