@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import re
 import resource
-import time
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from tests import commands, pretend
 from tests.commands import break_sliding, late, put_in_place
 from tests.measured import record
 from tests.oracles import nsa
+from tests.refusals import refused
 from tests.tables import table
 
 TABLE = table("bench")
@@ -39,203 +39,198 @@ SIZES = {"S": 63, "H": 2, "Hkv": 1, "D": 8, "Dv": 8, "dtype": "float32"}
 OK = record("sliding", "xla", 2.0, bench="compare", framework="jax", **SIZES)
 
 
-class TestRecords:
-    @pytest.mark.parametrize("old, new, message", TABLE["damaged lines"])
-    def test_damage_is_named_with_file_and_line(self, tmp_path, old, new, message):
-        path = tmp_path / "x.jsonl"
-        records.append(path, [OK, OK])
-        first, second = path.read_text().splitlines()
-        damaged = re.sub(old, new, second)
-        assert damaged != second
-        path.write_text(f"{first}\n{damaged}\n", encoding="latin-1")
-        with pytest.raises(ValueError, match=message) as error:
-            records.read(path)
-        assert f"{path}:2" in str(error.value)
+@pytest.mark.parametrize("old, new, message", TABLE["damaged lines"])
+def test_damage_is_named_with_file_and_line(tmp_path, old, new, message):
+    path = tmp_path / "x.jsonl"
+    records.append(path, [OK, OK])
+    first, second = path.read_text().splitlines()
+    damaged = re.sub(old, new, second)
+    assert damaged != second
+    path.write_text(f"{first}\n{damaged}\n", encoding="latin-1")
+    with pytest.raises(ValueError, match=message) as error:
+        records.read(path)
+    assert f"{path}:2" in str(error.value)
 
-    def test_a_line_of_another_kind(self, tmp_path):
-        """What is no field of attention is in `extra`, and beside the fields in a table."""
-        path = tmp_path / "x.jsonl"
-        made = records.record("scale", "0123456789", devices=2, S=8, time="now")
-        assert (made.extra, made.commit, made.time) == ({"devices": 2}, "0123456789", "now")
-        records.append(path, [made])
-        assert records.read(path) == [made]
-        (line,) = records.flat_lines(path)
-        expected = dict(schema=2, bench="scale", status="ok", S=8, devices=2)
-        assert {name: line.get(name) for name in expected} == expected
-        assert not {"T", "extra"} & line.keys()
 
-    def test_nothing_is_appended_to_a_truncated_file(self, tmp_path):
-        path = tmp_path / "x.jsonl"
-        path.write_text('{"schema": 1')
-        with pytest.raises(ValueError, match="truncated"):
+def test_a_line_of_another_kind(tmp_path):
+    """What is no field of attention is in `extra`, and beside the fields in a table."""
+    path = tmp_path / "x.jsonl"
+    made = records.record("scale", "0123456789", devices=2, S=8, time="now")
+    assert (made.extra, made.commit, made.time) == ({"devices": 2}, "0123456789", "now")
+    records.append(path, [made])
+    assert records.read(path) == [made]
+    (line,) = records.flat_lines(path)
+    expected = dict(schema=2, bench="scale", status="ok", S=8, devices=2)
+    assert {name: line.get(name) for name in expected} == expected
+    assert not {"T", "extra"} & line.keys()
+
+
+def test_a_file_has_whole_lines(tmp_path):
+    """After a full disk, as far as a limit of this process is one: a write takes what fits.
+    Nothing is appended to half a line.
+    """
+    path = tmp_path / "x.jsonl"
+    records.append(path, [OK])
+    before = path.read_text()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+    try:
+        with refused("No space left", OSError):
             records.append(path, [OK])
-        assert path.read_text() == '{"schema": 1'
-
-    def test_a_full_disk_leaves_whole_lines(self, tmp_path):
-        """As far as a limit of this process is one: a write takes what fits."""
-        path = tmp_path / "x.jsonl"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == before
+    path.write_text(before[:9])
+    with refused("truncated"):
         records.append(path, [OK])
-        before = path.read_text()
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
-        try:
-            with pytest.raises(OSError, match="No space left"):
-                records.append(path, [OK])
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert path.read_text() == before
-
-    def test_environment(self):
-        assert records.environment()["versions"]["python"].startswith("3.")
+    assert path.read_text() == before[:9]
 
 
-class TestCost:
-    CONFIG = NSAConfig(4, 2, 8, 4, 1, 2, 12)
-
-    @pytest.mark.parametrize("T, S", [(63, 63), (5, 63), (3, 3)])
-    def test_pairs_are_counted(self, T, S):
-        """Those that the oracle's masks leave; any selection has as many."""
-        rows, wide = nsa.Rows(T, S, (S,)), dataclasses.replace(self.CONFIG, window=S)
-        scores = torch.zeros(1, T, 1, self.CONFIG.num_blocks(S))
-        blocks = nsa.select(scores, self.CONFIG, rows)
-        compressed = nsa.compressed_mask(self.CONFIG, rows)
-        masks = {
-            "compressed": compressed,
-            "scores": compressed,
-            "selected": nsa.selected_mask(blocks, self.CONFIG, rows),
-            "sliding": nsa.sliding_mask(self.CONFIG, rows),
-            "dense": nsa.sliding_mask(wide, rows),
-        }
-        for branch, mask in masks.items():
-            assert cost.visible_pairs(branch, T, S, self.CONFIG) == mask.sum(), branch
-
-    def test_flops_and_bytes(self):
-        shape = cost.Shape(B=2, T=63, S=63, H=4, Hkv=2, D=8, Dv=16, itemsize=2)
-        pairs = 2 * 4 * 63 * 64 // 2
-        q, k, v, out, lse = (2 * 63 * x for x in (4 * 8, 2 * 8, 2 * 16, 4 * 16, 4))
-        forward = cost.cost("dense", shape, self.CONFIG)
-        assert forward == cost.Cost(pairs * 2 * (8 + 16), 2 * (q + k + v + out) + 4 * lse)
-        both = cost.cost("dense", shape, self.CONFIG, backward=True)
-        assert both.flops == forward.flops + pairs * 2 * (3 * 8 + 2 * 16)
-        assert both.bytes == 2 * forward.bytes + 2 * (out + q + k + v)
-        whole, *parts = (
-            cost.cost(x, shape, self.CONFIG).flops for x in ("all", *Branches._fields)
-        )
-        assert whole == sum(parts)
-
-    @pytest.mark.parametrize("flops, size, reason", TABLE["impossible work"])
-    def test_faster_than_the_hardware_is_refused(self, flops, size, reason):
-        work = cost.Cost(flops, size)
-        assert reason in str(cost.impossible(work, 1.0, "NVIDIA H100 80GB HBM3", 2))
-        assert cost.impossible(work, 1.0, "a new device", 2) is None
+def test_environment():
+    assert records.environment()["versions"]["python"].startswith("3.")
 
 
-class TestInputs:
-    def test_corpus_is_the_sorted_sources(self, tmp_path):
-        for name, content in (("b.py", "bb"), ("a.py", "aaa"), ("c.txt", "no")):
-            (tmp_path / name).write_text(content)
-        (tmp_path / "test").mkdir()
-        (tmp_path / "test" / "0.py").write_text("no")
-        found = text.corpus(4, tmp_path)
-        assert bytes(found.tokens) == b"aaab"
-        assert found.sha256 == hashlib.sha256(b"aaab").hexdigest()
-
-    def test_nothing_reads_a_later_token(self):
-        tokens = text.corpus(64).tokens.reshape(1, 64)
-        changed = tokens.copy()
-        changed[0, 40] ^= 1
-        sizes = dict(dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, rope_base=1e4)
-        made = [text.project(x, **sizes) for x in (tokens, changed)]
-        for a, b in zip(*((*x.key, x.query) for x in made), strict=True):
-            np.testing.assert_array_equal(a[:, :40], b[:, :40])
-            assert (a[:, 40] != b[:, 40]).any()
-
-    def test_text_and_neighbouring_queries_select_alike(self):
-        settings = problems.settings("tiny", {"seq_len": 384, "precision": "f32"})
-        made = [problems.make(settings, kind) for kind in ("text", "alike", "random")]
-        words, alike, random = made
-        assert min(words.overlap, alike.overlap) > random.overlap + 0.05
-        query = np.asarray(alike.query, "float64")
-        np.testing.assert_array_equal(alike.key.selected, random.key.selected)
-        np.testing.assert_allclose(np.mean(query[:, 1:] * query[:, :-1]), 0.95, atol=0.1)
-        np.testing.assert_allclose(np.mean(query**2), 1, atol=0.1)
-
-    def test_the_last_queries_of_a_problem(self):
-        settings = problems.settings("tiny", {"seq_len": 127})
-        whole, last = (problems.make(settings, "text", num_queries=n) for n in (None, 5))
-        for name in ("query", "gates", "block_indices"):
-            np.testing.assert_array_equal(getattr(last, name), getattr(whole, name)[:, -5:])
-        np.testing.assert_array_equal(last.key.selected, whole.key.selected)
-        assert (last.num_keys, last.cotangent.shape[1]) == (127, 5)
-        assert problems.make(settings, "random", num_queries=1).overlap is None
-        with pytest.raises(ValueError, match=r"num_queries must be in 1\.\.127, got 128"):
-            problems.make(settings, "random", num_queries=128)
-        arguments = last.arguments("selected")
-        slabs = oracle.Slabs.of(5, 4 * 127, offset=122)
-        found = oracle.outputs("selected", arguments, settings.nsa, slabs)["out"]
-        slabs = oracle.Slabs.of(127, 4 * 127)
-        expected = oracle.outputs("selected", whole.arguments("selected"), settings.nsa, slabs)
-        np.testing.assert_allclose(found, expected["out"][:, -5:], rtol=0, atol=1e-12)
-
-    def test_overlap(self):
-        indices = jnp.array([[0, 1, 2], [0, 2, 3], [4, 5, 6], [4, -1, -1]])[None, :, None]
-        assert float(problems.overlap(indices)) == pytest.approx((2 / 3 + 0 + 1) / 3)
-
-    def test_settings(self):
-        base = problems.settings("base").model
-        assert (base.d_k, base.d_v, base.dim, base.rope_base) == (192, 128, 2560, 1e4)
-        assert problems.settings("seed").runtime.batch == 8
+COST = NSAConfig(4, 2, 8, 4, 1, 2, 12)
 
 
-class TestSlabs:
-    @pytest.mark.parametrize("length, row_elements, most, count", TABLE["checked rows"])
-    def test_rows_are_counted_once(self, length, row_elements, most, count):
-        slabs = oracle.Slabs.of(length, row_elements, most_rows=most)
-        rows = slabs.rows
-        assert (np.diff(rows) > 0).all() and rows[0] == 0 and rows[-1] == length - 1
-        assert len(rows) == count and len(slabs.starts) == len(slabs.skips)
-        assert slabs.size * row_elements <= oracle.FORWARD_ELEMENTS
+@pytest.mark.parametrize("T, S", [(63, 63), (5, 63), (3, 3)])
+def test_pairs_are_counted(T, S):
+    """Those that the oracle's masks leave; any selection has as many."""
+    rows, wide = nsa.Rows(T, S, (S,)), dataclasses.replace(COST, window=S)
+    scores = torch.zeros(1, T, 1, COST.num_blocks(S))
+    blocks = nsa.select(scores, COST, rows)
+    compressed = nsa.compressed_mask(COST, rows)
+    masks = {
+        "compressed": compressed,
+        "scores": compressed,
+        "selected": nsa.selected_mask(blocks, COST, rows),
+        "sliding": nsa.sliding_mask(COST, rows),
+        "dense": nsa.sliding_mask(wide, rows),
+    }
+    for branch, mask in masks.items():
+        assert cost.visible_pairs(branch, T, S, COST) == mask.sum(), branch
 
-    def test_slabs_give_what_the_whole_gives(self):
-        settings = problems.settings("tiny", {"seq_len": 63})
-        inputs = problems.make(settings, "random")
-        arguments = inputs.arguments("selected")
-        whole = oracle.Slabs((0,), 63, 63)
-        slabs = oracle.Slabs((0, 16, 32, 47), 16, 63)
-        (out, gradients), (expected_out, expected) = (
-            oracle.gradients("selected", arguments, inputs.cotangent, settings.nsa, rows)
-            for rows in (whole, slabs)
-        )
-        alone = oracle.outputs("selected", arguments, settings.nsa, slabs)
-        assert set(out) == set(alone) == {"out", "lse"}
-        found, expected = out | gradients, expected_out | expected
-        assert set(found) == {"out", "lse", "query", "key", "value"}
-        for other in (expected, alone):
-            for name in other:
-                np.testing.assert_allclose(found[name], other[name], rtol=0, atol=1e-12)
+
+def test_flops_and_bytes():
+    shape = cost.Shape(B=2, T=63, S=63, H=4, Hkv=2, D=8, Dv=16, itemsize=2)
+    pairs = 2 * 4 * 63 * 64 // 2
+    q, k, v, out, lse = (2 * 63 * x for x in (4 * 8, 2 * 8, 2 * 16, 4 * 16, 4))
+    forward = cost.cost("dense", shape, COST)
+    assert forward == cost.Cost(pairs * 2 * (8 + 16), 2 * (q + k + v + out) + 4 * lse)
+    both = cost.cost("dense", shape, COST, backward=True)
+    assert both.flops == forward.flops + pairs * 2 * (3 * 8 + 2 * 16)
+    assert both.bytes == 2 * forward.bytes + 2 * (out + q + k + v)
+    whole, *parts = (cost.cost(x, shape, COST).flops for x in ("all", *Branches._fields))
+    assert whole == sum(parts)
+
+
+@pytest.mark.parametrize("flops, size, reason", TABLE["impossible work"])
+def test_faster_than_the_hardware_is_refused(flops, size, reason):
+    work = cost.Cost(flops, size)
+    assert reason in str(cost.impossible(work, 1.0, "NVIDIA H100 80GB HBM3", 2))
+    assert cost.impossible(work, 1.0, "a new device", 2) is None
+
+
+def test_corpus_is_the_sorted_sources(tmp_path):
+    for name, content in (("b.py", "bb"), ("a.py", "aaa"), ("c.txt", "no")):
+        (tmp_path / name).write_text(content)
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "0.py").write_text("no")
+    found = text.corpus(4, tmp_path)
+    assert bytes(found.tokens) == b"aaab"
+    assert found.sha256 == hashlib.sha256(b"aaab").hexdigest()
+
+
+def test_nothing_reads_a_later_token():
+    tokens = text.corpus(64).tokens.reshape(1, 64)
+    changed = tokens.copy()
+    changed[0, 40] ^= 1
+    sizes = dict(dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, rope_base=1e4)
+    made = [text.project(x, **sizes) for x in (tokens, changed)]
+    for a, b in zip(*((*x.key, x.query) for x in made), strict=True):
+        np.testing.assert_array_equal(a[:, :40], b[:, :40])
+        assert (a[:, 40] != b[:, 40]).any()
+
+
+def test_text_and_neighbouring_queries_select_alike():
+    settings = problems.settings("tiny", {"seq_len": 384, "precision": "f32"})
+    made = [problems.make(settings, kind) for kind in ("text", "alike", "random")]
+    words, alike, random = made
+    assert min(words.overlap, alike.overlap) > random.overlap + 0.05
+    query = np.asarray(alike.query, "float64")
+    np.testing.assert_array_equal(alike.key.selected, random.key.selected)
+    np.testing.assert_allclose(np.mean(query[:, 1:] * query[:, :-1]), 0.95, atol=0.1)
+    np.testing.assert_allclose(np.mean(query**2), 1, atol=0.1)
+
+
+def test_the_last_queries_of_a_problem():
+    settings = problems.settings("tiny", {"seq_len": 127})
+    whole, last = (problems.make(settings, "text", num_queries=n) for n in (None, 5))
+    for name in ("query", "gates", "block_indices"):
+        np.testing.assert_array_equal(getattr(last, name), getattr(whole, name)[:, -5:])
+    np.testing.assert_array_equal(last.key.selected, whole.key.selected)
+    assert (last.num_keys, last.cotangent.shape[1]) == (127, 5)
+    assert problems.make(settings, "random", num_queries=1).overlap is None
+    with refused("num_queries must be in 1..127, got 128"):
+        problems.make(settings, "random", num_queries=128)
+
+
+def test_overlap():
+    indices = jnp.array([[0, 1, 2], [0, 2, 3], [4, 5, 6], [4, -1, -1]])[None, :, None]
+    assert float(problems.overlap(indices)) == pytest.approx((2 / 3 + 0 + 1) / 3)
+
+
+def test_settings():
+    base = problems.settings("base").model
+    assert (base.d_k, base.d_v, base.dim, base.rope_base) == (192, 128, 2560, 1e4)
+    assert problems.settings("seed").runtime.batch == 8
+
+
+@pytest.mark.parametrize("length, row_elements, most, count", TABLE["checked rows"])
+def test_rows_are_counted_once(length, row_elements, most, count):
+    slabs = oracle.Slabs.of(length, row_elements, most_rows=most)
+    rows = slabs.rows
+    assert (np.diff(rows) > 0).all() and rows[0] == 0 and rows[-1] == length - 1
+    assert len(rows) == count and len(slabs.starts) == len(slabs.skips)
+    assert slabs.size * row_elements <= oracle.FORWARD_ELEMENTS
+
+
+def test_slabs_give_what_the_whole_gives():
+    settings = problems.settings("tiny", {"seq_len": 63})
+    inputs = problems.make(settings, "random")
+    arguments = inputs.arguments("selected")
+    whole = oracle.Slabs((0,), 63, 63)
+    slabs = oracle.Slabs((0, 16, 32, 47), 16, 63)
+    (out, gradients), (expected_out, expected) = (
+        oracle.gradients("selected", arguments, inputs.cotangent, settings.nsa, rows)
+        for rows in (whole, slabs)
+    )
+    alone = oracle.outputs("selected", arguments, settings.nsa, slabs)
+    assert set(out) == set(alone) == {"out", "lse"}
+    found, expected = out | gradients, expected_out | expected
+    assert set(found) == {"out", "lse", "query", "key", "value"}
+    for other in (expected, alone):
+        for name in other:
+            np.testing.assert_allclose(found[name], other[name], rtol=0, atol=1e-12)
 
 
 def test_timing_counts_calls_and_orders_percentiles(monkeypatch):
     # A clock that only the call moves: no load on this machine can change the answer.
-    calls, now_s = [], 0.0
+    calls, now_s, unit_s = [], 0.0, 0.0001
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now_s)
 
     def call():
         nonlocal now_s
         calls.append(now_s)
-        now_s += 0.0003 + 0.0001 * (len(calls) // 20 % 3)
+        now_s += unit_s * (3 + len(calls) // 20 % 3)
 
     found = timing.time_host(call, lambda result: None, seconds=0.2)
     assert 0.3 <= found.p20_ms < found.time_ms < found.p80_ms <= 0.5
     assert found.samples >= timing.MIN_SAMPLES and found.timer.startswith("host/")
     assert len(calls) > found.samples
-
-
-def test_timing_takes_as_many_samples_as_asked():
+    unit_s = 0.002
     for iters in (1, 7, 60):
-        found = timing.time_host(
-            lambda: time.sleep(0.006), lambda _: None, iters=iters, warmup=2
-        )
+        found = timing.time_host(call, lambda _: None, iters=iters, warmup=2)
         assert (found.samples, found.timer) == (iters, "host")
 
 

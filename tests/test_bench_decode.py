@@ -182,17 +182,6 @@ def test_a_length_that_is_lost_fails_the_run(tmp_path, monkeypatch, capsys):
     assert f"see {out / '61'}.log" in capsys.readouterr().err
 
 
-def test_the_summary_of_what_decode_writes(framework, measured, capsys):
-    folder, *_ = measured
-    capsys.readouterr()  # of the command, where no test before has run it
-    assert summarize.main(["summarize", str(folder / "decode.csv")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == "S total cmp% sel% win% reads(dec) reads(tot)".split()
-    assert [line.split()[0] for line in lines[1:]] == LENGTHS[framework].split(",")
-    total, expected = sum(actual(61)), CONFIG.reads(61)
-    assert lines[-1].split()[-2:] == [f"{total}/{expected}", f"{4 * total}/{4 * expected}"]
-
-
 GOOD = f"{SEED}\n64,2,0.5,1,0.25,40,50,20,25\n"
 
 
