@@ -27,6 +27,7 @@ from nsa_torch import NSAAttention
 from tests import commands, pretend
 from tests.oracles import nsa
 from tests.parallel_worker import altered, learner_of, stepped
+from tests.refusals import refused
 from tests.test_train import SIZES, TABLE, task
 
 SEVERAL = TABLE["layers"]["several"]
@@ -173,13 +174,13 @@ def test_variants_of_the_model(changes, tmp_path):
     assert checkpoint.load_last(path.parent, again, run.settings()) == 4
     batch = run.batches.train(5)
     assert measures.loss(learner, batch) == measures.loss(again, batch)
-    with pytest.raises(NotImplementedError, match="must be 0 for the JAX model"):
+    with refused("must be 0 for the JAX model", NotImplementedError):
         learner_of(tmp_path, todo, framework="jax")
     for name in {*changes} & {"selection_loss", "full_share", "alignment"}:
-        with pytest.raises(NotImplementedError, match=f"{name} must be 0 on several devices"):
+        with refused(f"{name} must be 0 on several devices", NotImplementedError):
             learner_of(tmp_path, todo, parallel.Parallel("ddp", 2))
         packed = batch._replace(segment_ids=np.zeros(batch.tokens.shape, np.int32))
-        with pytest.raises(NotImplementedError, match=f"{name} must be 0 for packed"):
+        with refused(f"{name} must be 0 for packed", NotImplementedError):
             measures.loss(learner, packed)
 
 
@@ -254,6 +255,13 @@ def attended(query, key):
     return by_block.sum(-1).transpose(1, 2)
 
 
+def have_most_attention(blocks, attention, x, config):
+    """Whether a layer attends most to these blocks if it attends to all keys."""
+    query, key, *_ = attention.project(x, torch.arange(100).expand(x.shape[:2]))
+    expected = nsa.select(attended(query, getattr(key, "selected", key)), config, ROWS)
+    return torch.equal(blocks.sort(-1).values.int(), expected.sort(-1).values)
+
+
 def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
     """A model with a teacher, beside the attention of a dense layer."""
     torch.manual_seed(0)
@@ -264,11 +272,8 @@ def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
     config, tokens = todo.model.layer.config, torch.randint(256, (2, 100))
     found = dense.model.best_blocks(tokens, config)[0]
     layer = dense.model.blocks[0]
-    x = torch.nn.functional.embedding(tokens, dense.model.embedding)
-    position = torch.arange(100).expand(2, 100)
-    query, key, *_ = layer.attention.project(layer.norm_attention(x), position)
-    expected = nsa.select(attended(query, key), config, ROWS)
-    assert torch.equal(found.sort(-1).values.int(), expected.sort(-1).values)
+    x = layer.norm_attention(torch.nn.functional.embedding(tokens, dense.model.embedding))
+    assert have_most_attention(found, layer.attention, x, config)
     for blocks in (config.num_selected, 100):
         taught = torch_lm.LM(altered(todo, {"n_sel": blocks}).model)
         torch.nn.init.normal_(taught.embedding)
@@ -278,36 +283,24 @@ def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
 
 
 def test_an_exact_model_selects_the_blocks_with_most_attention(tmp_path):
-    torch.manual_seed(0)
-    todo, tokens = task("nsa"), torch.randint(256, (2, 100))
-    plain = torch_lm.LM(altered(todo, {}).model)
-    torch.nn.init.normal_(plain.embedding)
-    for parameter in plain.parameters():  # otherwise attention is nearly uniform
+    todo = altered(task("nsa", seq_len=100), {}, exact=True)
+    learner, run = learner_of(tmp_path, todo)
+    exact, batch = learner.model, run.batches.train(0)
+    for parameter in exact.parameters():  # otherwise attention is nearly uniform
         parameter.data *= 4
-    layer, config = plain.blocks[0].attention, plain.spec.layer.config
-    x = torch.randn(2, 100, 16)
-    query, key, *_ = layer.project(x, torch.arange(100).expand(2, 100))
-    expected = nsa.select(attended(query, key.selected), config, ROWS)
-    found = full.best_blocks(layer, x, config)
-    assert torch.equal(found.sort(-1).values.int(), expected.sort(-1).values)
-    exact = torch_lm.LM(altered(todo, {}, exact=True).model)
-    exact.load_state_dict(plain.state_dict())
+    plain = torch_lm.LM(altered(todo, {}, exact=False).model)
+    plain.load_state_dict(exact.state_dict())
+    tokens = torch.from_numpy(batch.tokens[:, :-1]).long()
     assert not torch.allclose(exact(tokens), plain(tokens), atol=1e-3)
-    block, normed = exact.blocks[0], exact.blocks[0].norm_attention(x)
+    block, config = exact.blocks[0], todo.model.layer.config
+    x = torch.nn.functional.embedding(tokens, exact.embedding)
+    normed = block.norm_attention(x)
     lists = full.best_blocks(block.attention, normed, config)
+    assert have_most_attention(lists, block.attention, normed, config)
+    assert np.array_equal(learner.observe(batch)[0][1], lists[0])
     out, _ = full.attend(block.attention, normed, False, block_indices=lists)
     y = x + block.attention.out(out.flatten(2))
     torch.testing.assert_close(block(x), y + block.mlp(block.norm_mlp(y)))
-    learner, run = learner_of(tmp_path, altered(todo, {}, exact=True))
-    for parameter in learner.model.parameters():
-        parameter.data *= 4
-    batch = run.batches.train(0)
-    seen = torch.nn.functional.embedding(
-        torch.from_numpy(batch.tokens[:1, :-1]).long(), learner.model.embedding
-    )
-    first = learner.model.blocks[0]
-    chosen = full.best_blocks(first.attention, first.norm_attention(seen), config)
-    assert np.array_equal(learner.observe(batch)[0][1], chosen[0])
 
 
 def test_a_teacher_chooses_blocks_in_the_first_steps(tmp_path):
