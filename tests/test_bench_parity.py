@@ -12,6 +12,7 @@ from bench.judge import parity
 from nsa_core.config import NSAConfig
 from tests.limits import set_limits
 from tests.oracles import nsa
+from tests.refusals import refused
 from tests.tables import table
 
 CONFIG = NSAConfig(4, 2, 4, 4, num_initial=1, num_local=1, window=8)
@@ -40,23 +41,6 @@ def expect(result, reason):
     assert result.ok == (not reason) and reason in result.reason, result
 
 
-def test_exact_result_passes(oracle):
-    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
-        exact = oracle.astype(dtype).astype(np.float64)
-        result = check(exact, exact.astype(dtype), dtype=dtype)
-        assert result.ok and result.error_max == 0 and result.share == 0
-
-
-def test_three_roundings_pass_and_eight_fail(many):
-    exact = many.astype(np.float16).astype(np.float64)
-    peak = np.unravel_index(np.abs(exact).argmax(), exact.shape)
-    eps = np.finfo(np.float16).eps
-    for roundings, reason in ((3, ""), (8, "max error")):
-        actual = exact.copy()
-        actual[peak] *= 1 + roundings * eps
-        expect(check(exact, actual, dtype=np.float16), reason)
-
-
 PLACES = table("bench")["places of errors"]
 
 
@@ -72,13 +56,6 @@ def test_bounds_of_errors(row, oracle, many):
     selection = row.get("selection", False)
     result = check(exact, actual.astype(row["dtype"]), yardstick, None, selection=selection)
     expect(result, row["reason"])
-
-
-def test_precision_of_a_converted_array_counts(oracle):
-    oracle = oracle.astype(ml_dtypes.bfloat16).astype(np.float64)
-    actual = (oracle * (1 + 2**-11)).astype(np.float32)
-    assert not check(oracle, actual, dtype=None).ok
-    assert check(oracle, actual, dtype=ml_dtypes.bfloat16).ok
 
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
@@ -142,14 +119,14 @@ def test_nan_and_inf_must_stand_at_the_same_places(oracle, one, other):
 
 
 def test_shapes_must_agree(oracle):
-    with pytest.raises(ValueError, match="shapes"):
+    with refused("shapes"):
         check(oracle, oracle[:, :4])
 
 
 def test_assert_parity_raises_with_the_reason(oracle):
     actual = oracle.astype(np.float32)
     parity.assert_parity("out", actual, oracle, oracle)
-    with pytest.raises(AssertionError, match="out: max error"):
+    with refused("out: max error", AssertionError):
         parity.assert_parity("out", actual + 1, oracle, oracle)
 
 
