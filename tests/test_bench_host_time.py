@@ -13,13 +13,7 @@ from kernels_pallas.runtime import sequence
 from nsa_torch import plans
 from tests import commands, pretend
 from tests.limits import set_limits
-
-
-def test_rounds_are_merged():
-    """Numbers are medians over the rounds, and words stay."""
-    name = {"shape": "a", "pass": "forward", "form": "each"}
-    rounds = [[name | {"host_ms": float(x), "host_p20": x / 2}] for x in (1, 5, 2)]
-    assert list(host_time.merged(rounds)) == [name | {"host_ms": 2.0, "host_p20": 1.0}]
+from tests.refusals import refused
 
 
 def main(*words):
@@ -45,28 +39,31 @@ def test_a_lost_process_fails_the_run(monkeypatch, capsys):
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch):
     pretend.gpu(monkeypatch, None)
-    with pytest.raises(NotImplementedError, match="Hopper"):
+    with refused("Hopper", NotImplementedError):
         main()
     with pytest.raises(flags.IllegalFlagValueError):
         main("--calls=0")
 
 
-def test_forms_of_a_call_stand_side_by_side(monkeypatch, capsys):
+def test_forms_of_a_call_stand_side_by_side(monkeypatch, capsys, tmp_path):
+    """Numbers are medians over the rounds, and words stay."""
     pretend.gpu(monkeypatch)
     parts = [
         f"{x}_{y}" for x in ("host", "done", "row", "replay") for y in ("ms", "p20", "p80")
     ]
-    numbers = dict.fromkeys([*parts, "graphs_a_call", "python_million_ms", "torch_add_ms"], 1.0)
+    parts += ["graphs_a_call", "python_million_ms", "torch_add_ms"]
+    numbers = iter((1.0, 1.0, 5.0, 5.0, 2.0, 2.0))
 
     def answer(command, form, *words):
-        form = form.partition("=")[2]
-        named = ({"shape": x, "pass": y, "form": form} for x in "ab" for y in "fg")
-        return 0, [each | numbers for each in named]
+        found = dict.fromkeys(parts, next(numbers)) | {"form": form.partition("=")[2]}
+        return 0, [found | {"shape": x, "pass": y} for x in "ab" for y in "fg"]
 
     monkeypatch.setattr(host_time.process, "answer", answer)
-    assert main() == 0
+    out = tmp_path / "host.jsonl"
+    assert main(f"--rounds=3 --out={out} --commit=abc") == 0
     told = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[:8]]
     assert told == [[x, y, z] for x in "ab" for y in "fg" for z in host_time.FORMS]
+    assert {row[x] for row in records.flat_lines(out) for x in parts} == {2.0}
 
 
 @pytest.mark.gpu

@@ -122,16 +122,13 @@ def test_no_compiler_and_no_plugin(monkeypatch, tmp_path):
 def test_without_a_compiler_triton_kernels_refuse(monkeypatch):
     """Torch's operators run in their place; a kernel that is named says why not."""
     pytest.importorskip("triton")
-    capability._missing.cache_clear()
     monkeypatch.delenv("CC", raising=False)
-    try:
-        assert kernels_pallas.why_not("triton", pose()) is None
-        capability._missing.cache_clear()
-        monkeypatch.setattr(shutil, "which", lambda name: None)
-        for reason in (
-            kernels_pallas.why_not("triton", pose()),
-            capability.copies_why_not((9, 0), torch.bfloat16),
-        ):
-            assert reason.startswith("needs a C compiler") and reason.endswith("install gcc")
-    finally:
-        capability._missing.cache_clear()
+    pretend.asked_again(monkeypatch, capability, "_missing")
+    assert kernels_pallas.why_not("triton", pose()) is None
+    capability._missing.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    for reason in (
+        kernels_pallas.why_not("triton", pose()),
+        capability.copies_why_not((9, 0), torch.bfloat16),
+    ):
+        assert reason.startswith("needs a C compiler") and reason.endswith("install gcc")

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nsa_torch import NSAConfig, fa2, packing, select
-from nsa_torch.chunks import Rows
 from nsa_torch.geometry import geometry
 from nsa_torch.packing import Ranges
 from tests.interpreted_triton import DEVICE, INTERPRETED, ROOT, TRITON, kernel, run_again
@@ -38,6 +37,7 @@ class Packed:
     Hkv: int = 2
     of: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     strided: bool = False
+    empty: bool = False
 
     def where(self, device):
         given = {name: torch.tensor(x, device=device) for name, x in self.of.items()}
@@ -56,6 +56,8 @@ class Packed:
         blocks = select.select_from_scores(scores, own, config)
         blocks[torch.rand(blocks.shape, generator=make) < 0.1] = -1
         blocks[torch.rand(blocks.shape, generator=make) < 0.05] = count
+        if self.empty:
+            blocks[:] = -1
         return self.where(device), blocks.to(device)
 
     def ranges(self):
@@ -133,7 +135,7 @@ def test_the_ranges_are_the_tokens_of_the_blocks(case):
     assert bounds.tolist() == ends and bounds.dtype == torch.int32
     rows = ranges.rows(case.S).index
     assert rows.tolist() == wanted + [case.B * case.S * case.Hkv] * (len(rows) - len(wanted))
-    assert wanted or "kv_len" in case.of
+    assert bool(wanted) != case.empty
     assert (ranges.length == 0).any()
 
 
@@ -180,20 +182,12 @@ def test_rows_are_gathered(dtype, strided):
 
 
 @kernel
-def test_nothing_to_pack():
-    none = Packed(4, 9, D=16, config=TINY)
-    where, blocks = none.selection(DEVICE)
-    empty, bounds = packing.selected_ranges(
-        where, torch.full_like(blocks, -1), slice(0, 4), none.config
-    )
-    assert (bounds == 0).all()
-    x = none.array(torch.float16)
-    assert empty.read(x).shape == (empty.capacity, 16)
-    grad = gradient(empty, 0, 16, torch.float16)
-    for deterministic in (False, True):
-        assert (add(empty, x, grad, deterministic) == 0).all()
-    no_queries, bounds = packing.selected_ranges(where, blocks, slice(0, 0), none.config)
-    assert no_queries.read(x).shape == (0, 16) and bounds.tolist() == [0]
+def test_no_queries_and_no_keys():
+    case = Packed(4, 9, D=16)
+    where, blocks = case.selection(DEVICE)
+    none, bounds = packing.selected_ranges(where, blocks, slice(0, 0), ODD)
+    x = case.array(torch.float16)
+    assert none.read(x).shape == (0, 16) and bounds.tolist() == [0]
     assert packing.gather_by_kernel(x[:, :0], torch.tensor([-1], device=DEVICE)).sum() == 0
 
 
@@ -217,42 +211,39 @@ def test_tokens_outside_the_array_are_nothing(deterministic):
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits():
-    """The last block of 4.3 GB of keys; then of 8.6 GB of their gradient."""
+    """The last block of 4.3 GB of keys; then of 8.6 GB of their gradient. The ranges have three
+    blocks, which are also those of a small array.
+    """
     size, heads, width = 64, 4, 128
     tokens = 2**31 // (heads * width) + 3 * size
     x = torch.zeros(1, tokens, heads, width, dtype=torch.bfloat16, device="cuda")
     assert x.numel() > 2**31
     x[:, -2 * size :] = torch.randn(2 * size, heads, width, device="cuda")
-    last = tokens // size - 1
-    start = torch.tensor([[last, last - 1], [0, last]], device="cuda") * size
-    start = start[None, :, None].repeat(1, 1, heads, 1)
-    length = torch.full_like(start, size)
+    block = torch.tensor([[2, 1], [0, 2]], device="cuda")[None, :, None].repeat(1, 1, heads, 1)
+    length = torch.full_like(block, size)
     length[0, 0, :, 0] = 17
     place = length.flatten().cumsum(0).reshape(length.shape) - length
-    ranges, used = Ranges(start, length, place, size), int(length.sum())
-    rows = ranges.rows(tokens)
-    got = ranges.read(x)[:used]
-    assert torch.equal(got, rows.read(x)[:used])
+    few, used = Ranges(block * size, length, place, size), int(length.sum())
+    beyond = tokens - 3 * size
+    ranges = dataclasses.replace(few, start=few.start + beyond * (block > 0))
+    small_of = lambda x: torch.cat([x[:, :size], x[:, -2 * size :]], dim=1)
+    small, got = small_of(x), ranges.read(x)[:used]
+    assert torch.equal(got, few.rows(3 * size).read(small)[:used])
     assert got.count_nonzero() > 0.6 * got.numel()
     some = torch.tensor([tokens - 1, -1, 0, tokens - 65], device="cuda")
     want = x[0, some.clamp(min=0)]
     want[1] = 0
     assert torch.equal(packing.gather_by_kernel(x, some), want)
-    del x, want
-    grad = torch.randn(ranges.capacity, width, device="cuda", dtype=torch.bfloat16)
-    source = Rows((rows.index - (tokens - 2 * size) * heads).clamp(min=-1), axes=3)
-    keep = source.index[:used] >= 0
-    want = grad.new_zeros(2 * size * heads, width, dtype=torch.float32)
-    want.index_add_(0, source.index[:used][keep], grad[:used][keep].float())
+    del x
+    grad = torch.randn(few.capacity, width, device="cuda", dtype=torch.bfloat16)
+    want = by_torch(few, small, grad)
     for deterministic in (False, True):
         total = torch.zeros(1, tokens, heads, width, device="cuda")
         with determined(deterministic):
             ranges.add(total, grad)
-        got = total[0, -2 * size :].flatten(0, 1)
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-5)
-        assert (total[0, :size] != 0).any(dim=-1).all()
+        torch.testing.assert_close(small_of(total).double(), want, rtol=1e-6, atol=1e-5)
         assert total[0, size : -2 * size].count_nonzero() == 0
-        del total, got
+        del total
 
 
 if INTERPRETED:
@@ -339,10 +330,12 @@ def ptx(name, width):
     types = {"source": "*bf16", "packed": "*bf16", "grad": "*bf16", "total": "*fp32"}
     indices = ("block", "order", "end", "start", "length", "place", "rows")
     types |= dict.fromkeys(indices, "*i64") | dict.fromkeys(fixed, "constexpr")
-    aligned = {}
-    for place, argument in enumerate(function.arg_names):
-        if argument not in fixed and argument.startswith(("source", "packed", "grad", "total")):
-            aligned[(place,)] = [["tt.divisibility", 16]]
-    signature = {x: types.get(x, "i32") for x in function.arg_names}
+    names = function.arg_names
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if name not in {*fixed, *kernels.SIZES}
+    }
+    signature = {x: types.get(x, "i32") for x in names}
     source = ASTSource(function, signature, fixed, aligned)
     return compile(source, target=GPUTarget("cuda", 90, 32), options=tile.options).asm["ptx"]
