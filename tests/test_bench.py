@@ -47,9 +47,8 @@ def test_damage_is_named_with_file_and_line(tmp_path, old, new, message):
     damaged = re.sub(old, new, second)
     assert damaged != second
     path.write_text(f"{first}\n{damaged}\n", encoding="latin-1")
-    with pytest.raises(ValueError, match=message) as error:
+    with refused(f"{path}:2*{message}"):
         records.read(path)
-    assert f"{path}:2" in str(error.value)
 
 
 def test_a_line_of_another_kind(tmp_path):

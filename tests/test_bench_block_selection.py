@@ -9,6 +9,7 @@ from bench import block_selection
 from bench.harness import block_peers, exit_status, flex_blocks, records
 from nsa_torch.huggingface import block_selection as ours
 from tests.commands import called
+from tests.refusals import refused
 from tests.tables import table
 
 TABLE = table("bench")
@@ -82,7 +83,7 @@ def test_what_vllm_reads():
     assert read["cu_seqlens_q"].tolist() == [0, 200, 400]
     assert read["seq_lens"].tolist() == [384] * 2 and read["prefix_lens"].tolist() == [184] * 2
     lists[0, 0, 199, 0] = -1
-    with pytest.raises(ValueError, match=r"select min\(n, visible blocks\)"):
+    with refused("select min(n, visible blocks)"):
         block_peers.pages_of(key, value, lists)
 
 

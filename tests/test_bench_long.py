@@ -11,6 +11,7 @@ from nsa_jax import branches
 from nsa_jax import ranges as library
 from tests.commands import CONFIG, SIZES, run
 from tests.measured import record
+from tests.refusals import refused
 from tests.tables import table
 
 SMALL = f"{SIZES} --B=2 --framework=jax --S_list=31,40 --input=random"
@@ -109,6 +110,6 @@ def test_a_needle_that_is_not_selected_fails(tmp_path, capsys, monkeypatch):
 
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "needle.csv").write_text("mine")
-    with pytest.raises(ValueError, match=r"needle\.csv exists; --out and --csv must name"):
+    with refused("needle.csv exists; --out and --csv must name"):
         run(needle, tmp_path, NEEDLE)
     assert (tmp_path / "needle.csv").read_text() == "mine"

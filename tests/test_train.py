@@ -38,6 +38,7 @@ from tests import commands, pretend
 from tests import parallel_worker as worker
 from tests.measured import logged, of_kind
 from tests.parallel_worker import StopAt, apart, learner_of, trained
+from tests.refusals import refused
 from tests.tables import table
 
 # Of losses in float32, over the steps of `TRAINING`; mutants of the optimizer exceed it.
@@ -114,14 +115,20 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, framework):
 
 
 # A weight that is no number is named.
-CULPRIT = (
-    r"step 7: loss=.*must be finite; first: loss, gradient of embedding, weight norm\.scale"
-)
+CULPRIT = "step 7: loss=*must be finite; first: loss, gradient of embedding, weight norm.scale"
 
 
 @by_framework
 def test_a_diverged_step_changes_nothing(tmp_path, framework):
     learner, run = learner_of(tmp_path, task("dense"), framework=framework)
+
+    def contents():
+        found = []
+        for _, module in learner.whole():
+            weights.save(tmp_path / "now", module)
+            found.append((tmp_path / "now").read_bytes())
+        return found
+
     batch = run.batches.train(0)
     learner.step(batch, 0)
     kept = checkpoint.save(run.folder, learner, 1, {})
@@ -132,16 +139,11 @@ def test_a_diverged_step_changes_nothing(tmp_path, framework):
         metadata = file.metadata()
     safetensors.torch.save_file(tensors, path, metadata)
     learner.load(kept, 1)
-    with pytest.raises(spec.DivergedError, match=CULPRIT):
+    before = contents()
+    with refused(CULPRIT, spec.DivergedError):
         learner.step(batch, 7, run.batches.train(8))
-    for name, module in learner.whole():
-        weights.save(tmp_path / f"{name}.safetensors", module)
-        after, before = (
-            safetensors.torch.load_file(at / f"{name}.safetensors") for at in (tmp_path, kept)
-        )
-        assert before.keys() == after.keys()
-        assert all(torch.equal(after[key], before[key]) for key in before)
-    with pytest.raises(ValueError, match=r"weights of norm\.scale must be finite"):
+    assert contents() == before
+    with refused("weights of norm.scale must be finite"):
         checkpoint.save(run.folder, learner, 2, {})
     assert checkpoint.latest(run.folder) == kept
     assert [path.name for path in run.folder.iterdir()] == [kept.name]
@@ -295,13 +297,15 @@ def test_a_damaged_line_is_named(tmp_path, old, new, message):
     log.append(path, lines("jax", "nsa", [1.0])[:1])
     good = path.read_text()
     path.write_text(good + good.replace(old, new))
-    with pytest.raises(ValueError, match=f"train.jsonl:2: .*{message}"):
+    with refused(f"train.jsonl:2: *{message}"):
         log.read(path)
 
 
 DENSE = "--framework=torch --attention=dense --seq_len=64 --batch=1"
-SMALL = f"--seq_len=64 --batch=1 --steps=3 --corpus_bytes={CORPUS}"
-SMALL += " --set=model.layers=1 --set=model.dim=32"
+SMALL = (
+    f"--seq_len=64 --batch=1 --steps=3 --corpus_bytes={CORPUS}"
+    " --set=model.layers=1 --set=model.dim=32"
+)
 
 
 @pytest.fixture
@@ -329,11 +333,11 @@ def test_the_command_trains_all_and_draws(command, tmp_path):
     assert status == train.WRONG and again == found
     for words, folder, message in TABLE["begun"]:
         changed = words.format(out=tmp_path / "out").split()
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             command(SMALL, "--warmup=0", *changed, folder=folder)
 
 
-@pytest.mark.parametrize("size, steps, seen", [(4096, 3, 192 / 3840), (1100, 30, 1920 / 1032)])
+@pytest.mark.parametrize("size, steps, seen", TABLE["seen"])
 def test_a_text_that_is_seen_more_than_once_is_told(command, size, steps, seen):
     """Of a text of which a sixteenth is held out; with evaluations on the way."""
     given = f"--steps={steps} --evaluate_every=2 --pack=once --corpus_bytes={size}"
