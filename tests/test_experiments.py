@@ -193,15 +193,15 @@ def test_variants_of_a_model_that_are_refused(attention, change, message):
 def test_phases_of_a_training():
     model, training = task("nsa").model, dataclasses.replace(task("nsa").training, steps=200)
 
+    steps = range(200)
+
     def phases(seed=0, **changes):
         at = dataclasses.replace(training, seed=seed)
         spec = dataclasses.replace(model, **changes)
-        return np.array([spec.phase(step, at) for step in range(200)]).T
+        return np.array([spec.phase(step, at) for step in steps]).T
 
-    assert (phases() == [[False], [True], [True]]).all()
-    assert (phases(full_share=0.1)[0] == (np.arange(200) < 20)).all()
-    assert (phases(selection_from=0.25)[1] == (np.arange(200) >= 50)).all()
-    assert (phases(own_share=0.25)[2] == (np.arange(200) < 150)).all()
+    for changes, which, first, end in TABLE["phases"]:
+        assert (phases(**changes)[which] == [first <= x < end for x in steps]).all()
     aligned, other = phases(alignment=1)[0], phases(seed=1, alignment=1)[0]
     assert 70 < aligned.sum() < 130 and (aligned != other).any()
     assert (aligned == phases(alignment=1)[0]).all()

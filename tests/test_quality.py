@@ -19,6 +19,7 @@ from tests.refusals import refused
 from tests.tables import table
 from tests.test_train import task
 
+TABLE = table("test_quality")
 WINDOW, WIDTH = 40, 400
 SIZES = dict(l=8, d=4, l_sel=16, n_sel=6, w=WINDOW)
 small = functools.partial(LayerSpec, 8, 1, 1, 8, 8)
@@ -234,8 +235,7 @@ def lines(
     have distances.
     """
     make, end = functools.partial(logged, attention=attention), {}
-    training = dict(seed=seed, steps=steps, batch=2, seq_len=2048, lr=0.1, warmup=1)
-    model = {"layers": 1, "dim": 8, "vocabulary": 300} | model
+    training, model = TABLE["training"] | dict(seed=seed, steps=steps), TABLE["model"] | model
     parameters = 10 * 10**6 + (attention == "nsa")
     losses = {5: (3.0, 2.0, 3.0), steps: (held_out + 1.5, held_out - 0.5, held_out + 1)}
     if measured is not None:
@@ -255,9 +255,6 @@ def lines(
         kinds = dict(zip(measures.KINDS, each, strict=True))
         found.append(make(log.Evaluation, steps=at, measures=kinds))
     return [*found, make(log.Summary, recall_gain=gain, copied_gain=gain, **end)][:cut]
-
-
-TABLE = table("test_quality")
 
 
 def made(files):

@@ -166,7 +166,7 @@ def test_all_blocks_of_the_engine_are_there():
 
 
 @pytest.mark.parametrize("kv, count", [("shared", 1), ("separate", 2)])
-@pytest.mark.parametrize("longest, keys", [(1000, 1 << 17), ((1 << 17) + 1, (1 << 17) + 64)])
+@pytest.mark.parametrize("longest, keys", MODELS["gathered rows"])
 def test_what_is_set_aside_for_gathered_rows(kv, count, longest, keys):
     """As much as a step copies: one long row, or several of 2^17 keys together."""
     found = vllm_step.gathered_elements(spec_of(kv=kv), longest)
