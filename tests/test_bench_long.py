@@ -1,5 +1,6 @@
 """`bench.prefill`, `bench.ranges` and `bench.needle`: their tables, and what is wrong."""
 
+import itertools
 import re
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from bench import needle, prefill, ranges
 from nsa_jax import branches
 from nsa_jax import ranges as library
 from tests.commands import CONFIG, SIZES, run
-from tests.measured import record
+from tests.measured import pairs
 from tests.refusals import refused
 from tests.tables import table
 
@@ -62,14 +63,10 @@ def test_ranges_that_differ_are_not_timed(tmp_path, capsys, monkeypatch):
     assert "differ in 1 of 126 rows" in printed and "v2 never" in printed
 
 
-def pair(length, *times):
-    names = "ranges_v1", "ranges_v2"
-    return [record("scores", x, ms, S=length) for x, ms in zip(names, times, strict=True)]
-
-
-@pytest.mark.parametrize("pairs, least", table("bench")["adaptive rule"])
-def test_the_adaptive_rule(pairs, least):
-    assert ranges.threshold([pair(*x) for x in pairs]) == least
+@pytest.mark.parametrize("gains, least", table("bench")["adaptive rule"])
+def test_the_adaptive_rule(gains, least):
+    found = pairs("scores", gains, "ranges_v2", base="ranges_v1")
+    assert ranges.threshold([*itertools.batched(found, 2)]) == least
 
 
 NEEDLE = f"{SIZES} --framework=jax --S=128 --dtype=f32 --pos=53"

@@ -263,7 +263,9 @@ def have_most_attention(blocks, attention, x, config):
 
 
 def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
-    """A model with a teacher, beside the attention of a dense layer."""
+    """A model with a teacher, beside the attention of a dense layer. With `own_share` it has its
+    own blocks in evaluations, and in the last steps of a training.
+    """
     torch.manual_seed(0)
     todo = task("nsa")
     dense, _ = learner_of(tmp_path, dataclasses.replace(todo, model=todo.model.dense()))
@@ -274,12 +276,21 @@ def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
     layer = dense.model.blocks[0]
     x = layer.norm_attention(torch.nn.functional.embedding(tokens, dense.model.embedding))
     assert have_most_attention(found, layer.attention, x, config)
-    for blocks in (config.num_selected, 100):
-        taught = torch_lm.LM(altered(todo, {"n_sel": blocks}).model)
+    steps, few = todo.training.steps, config.num_selected
+    for blocks, own_share in ((few, 0), (few, 0.5), (100, 0)):
+        model = altered(todo, {"n_sel": blocks}, own_share=own_share).model
+        taught = torch_lm.LM(model)
         torch.nn.init.normal_(taught.embedding)
         alone = taught(tokens)
         taught.teachers = (dense.model,)
-        assert torch.allclose(taught(tokens), alone, atol=1e-5) == (blocks == 100)
+        for step in (0, steps // 2 - 1, steps // 2, steps - 1):
+            for block in taught.blocks:
+                block.phase = model.phase(step, todo.training)
+            for trains in (True, False):
+                with torch.set_grad_enabled(trains):
+                    same = torch.allclose(taught(tokens), alone, atol=1e-5)
+                own = own_share > 0 and (step >= steps // 2 or not trains)
+                assert same == (own or blocks == 100)
 
 
 def test_an_exact_model_selects_the_blocks_with_most_attention(tmp_path):
@@ -301,23 +312,6 @@ def test_an_exact_model_selects_the_blocks_with_most_attention(tmp_path):
     out, _ = full.attend(block.attention, normed, False, block_indices=lists)
     y = x + block.attention.out(out.flatten(2))
     torch.testing.assert_close(block(x), y + block.mlp(block.norm_mlp(y)))
-
-
-def test_a_teacher_chooses_blocks_in_the_first_steps(tmp_path):
-    """In training, and not in evaluations. The last steps are those of the model alone."""
-    todo = altered(task("nsa"), {}, own_share=0.5)
-    torch.manual_seed(0)
-    taught, tokens = torch_lm.LM(todo.model), torch.randint(256, (2, 100))
-    torch.nn.init.normal_(taught.embedding)
-    alone = taught(tokens)
-    taught.teachers = (torch_lm.LM(todo.model.dense()),)
-    steps = todo.training.steps
-    for step in (0, steps // 2 - 1, steps // 2, steps - 1):
-        for block in taught.blocks:
-            block.phase = todo.model.phase(step, todo.training)
-        assert torch.equal(taught(tokens), alone) == (step >= steps // 2)
-        with torch.no_grad():
-            torch.testing.assert_close(taught(tokens), alone)
 
 
 def test_runs_with_a_teacher_read_its_weights(command, tmp_path, monkeypatch, capsys):
