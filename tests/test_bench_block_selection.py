@@ -75,10 +75,10 @@ def test_what_vllm_reads():
     key, value = torch.randn(2, 2, 3, 384, 16, generator=make).unbind()
     lists = block_selection.blocks_of(2, 3, 384, 128, 2, "cpu")[:, :, -200:]
     read = block_peers.pages_of(key, value, lists)
-    page = read["block_table"][1, lists[1, 2, 7, 0]]
-    block = slice(lists[1, 2, 7, 0] * 128, lists[1, 2, 7, 0] * 128 + 128)
-    pair = torch.cat([key[1, 2, block], value[1, 2, block]], -1)
-    assert torch.equal(read["kv_cache"][page, 2], pair)
+    block = lists[1, 2, 7, 0]
+    pair = [x[1, 2].unflatten(0, (-1, 128))[block] for x in (key, value)]
+    page = read["kv_cache"][read["block_table"][1, block], 2]
+    assert torch.equal(page, torch.cat(pair, -1))
     assert torch.equal(read["topk_idx"][2, 200 + 7], lists[1, 2, 7].int())
     assert read["cu_seqlens_q"].tolist() == [0, 200, 400]
     assert read["seq_lens"].tolist() == [384] * 2 and read["prefix_lens"].tolist() == [184] * 2

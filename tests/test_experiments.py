@@ -163,10 +163,10 @@ def test_variants_of_the_model(changes, tmp_path):
     learner, run = learner_of(tmp_path, todo)
     matrices = [x for x in learner.master.parameters() if x.ndim > 1]
     assert model.products() == sum(x.numel() for x in matrices) - model.vocabulary * 16
-    before = {name: x.detach().clone() for name, x in learner.master.named_parameters()}
+    before = [x.detach().clone() for x in learner.master.parameters()]
     (first,) = stepped(learner, run, [0])
-    after = dict(learner.master.named_parameters())
-    assert all((before[name] != after[name]).any() for name in before)
+    pairs = zip(before, learner.master.parameters(), strict=True)
+    assert all((x != y).any() for x, y in pairs)
     assert stepped(learner, run, (1, 2, 3))[-1] < first
     assert len(learner.observe(run.batches.train(0))) == 2 - model.dense_layers()
     path = checkpoint.save(tmp_path / "kept", learner, 4, run.settings())

@@ -113,7 +113,7 @@ def test_what_a_reader_gains():
     )
 
 
-def slow_kinds(tokens, order, window, segments=None):
+def slow_kinds(tokens, order, window, segments):
     """By loops over all earlier places."""
     found = np.zeros((tokens.shape[0], tokens.shape[1] - 1), int)
     for row, at in itertools.product(range(len(tokens)), range(order - 1, tokens.shape[1])):
@@ -122,7 +122,7 @@ def slow_kinds(tokens, order, window, segments=None):
             before
             for before in range(order - 1, at)
             if tokens[row, before - order + 1 : before + 1].tolist() == gram
-            and (segments is None or segments[row, before] == segments[row, at])
+            and segments[row, before] == segments[row, at]
         ]
         if where:
             found[row, at - 1] = 1 if at - where[-1] < window else 2
@@ -133,8 +133,8 @@ def slow_kinds(tokens, order, window, segments=None):
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])
 def test_kinds_of_targets_are_what_loops_say(dtype, packed):
     tokens = np.random.default_rng(0).integers(0, 4, (3, 90)).astype(dtype)
-    segments = np.repeat(np.arange(3)[None], 30, axis=1).repeat(3, axis=0) if packed else None
-    found = measures.kinds(Batch(tokens, segments), 3, 20)
+    segments = packed * np.repeat([[0, 1, 2]] * 3, 30, axis=1)
+    found = measures.kinds(Batch(tokens, segments if packed else None), 3, 20)
     assert (found == slow_kinds(tokens, 3, 20, segments)).all()
     assert set(np.unique(found)) == {0, 1, 2}
 
