@@ -16,7 +16,8 @@ from nsa_torch import NSAConfig, fa2, packing, select
 from nsa_torch.geometry import geometry
 from nsa_torch.packing import Ranges
 from tests.interpreted_triton import DEVICE, INTERPRETED, ROOT, TRITON, kernel, run_again
-from tests.problems import FEW, STEP_NAMES, Case, check, problem
+from tests.paths import steps_of_torch
+from tests.problems import FEW, Case, check, problem
 from tests.tables import table
 from tests.torch_inputs import normal, on_the_cpu
 
@@ -281,19 +282,10 @@ if INTERPRETED:
 
         monkeypatch.setattr(Ranges, "rows", rows)
         monkeypatch.setattr(fa2, "gather", gather)
-        case = Case(25, 25, H=6, documents=(1, 10, 0, 1, 8), config=FEW)
-        p = problem(case)
-        p = dataclasses.replace(p, lse_weight=torch.zeros_like(p.lse_weight))  # FA-2 has none
-        numbers = torch.tensor([0, *case.documents]).cumsum(0)
+        p = problem(Case(25, 25, H=6, documents=(1, 10, 0, 1, 8), config=FEW))
         with on_the_cpu(monkeypatch), determined(deterministic):
-            for branch in ("compressed", "selected"):
-                leaves = [x.clone().requires_grad_() for x in p.steps[branch][:3]]
-                attend, more = getattr(fa2, f"{branch}_attention"), p.steps[branch][3:]
-                options = {"config": FEW, "cu_seqlens": numbers, "kv_len": 25}
-                out, lse = attend(*leaves, *more, **options)
-                found = [out, lse, *torch.autograd.grad(out, leaves, p.weight)]
-                names = (f"{branch}.{x}" for x in STEP_NAMES)
-                check(p, dict(zip(names, found, strict=True)), p.expected_steps())
+            found = steps_of_torch(p, "fa2", of_lse=False)  # FA-2 gives it no gradient
+            check(p, found, p.expected_steps(False))
         assert len(calls) > 2
 
 
