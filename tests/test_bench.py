@@ -35,8 +35,7 @@ model: {dim: 16, n_heads: 2, n_kv_groups: 1, d_k: 8, d_v: 8}
 nsa: {compress_block: 4, compress_stride: 2, select_block: 8, num_selected: 4, window: 12}
 runtime: {precision: f32, seq_len: 63}
 """
-SIZES = {"S": 63, "H": 2, "Hkv": 1, "D": 8, "Dv": 8, "dtype": "float32"}
-OK = record("sliding", "xla", 2.0, bench="compare", framework="jax", **SIZES)
+OK = record("sliding", "xla", 2.0, **TABLE["a good line"])
 
 
 @pytest.mark.parametrize("old, new, message", TABLE["damaged lines"])
@@ -279,7 +278,11 @@ def kernels(name):
     return " ".join(f"--{step}_kernel={name}" for step in Branches._fields)
 
 
-@pytest.mark.parametrize("form", ["recompute", "packed"])
+# Rows, whether branches are computed again, and whether rows are packed.
+FORMS = {"recompute": (2, True, False), "packed": (1, False, True)}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("framework, kernel", [("jax", "xla"), ("torch", "sdpa")])
 def test_forms_of_the_whole(run, framework, kernel, form, monkeypatch):
     """Rows as one packed row; branches computed again."""
@@ -294,8 +297,7 @@ def test_forms_of_the_whole(run, framework, kernel, form, monkeypatch):
     code, _, (plain, other) = run(only, f"--mode=fwdbwd --{form}")
     assert code == 0 and plain.status == other.status == "ok"
     assert (plain.implementation, other.implementation) == (kernel, f"{kernel} {form}")
-    expected = {"recompute": (2, True, False), "packed": (1, False, True)}[form]
-    assert {*asked} == {(2, False, False), expected} and asked[-1] == expected
+    assert {*asked} == {(2, False, False), FORMS[form]} and asked[-1] == FORMS[form]
 
 
 @jax.custom_vjp
@@ -390,9 +392,9 @@ def test_explain_only_prints(run, monkeypatch):
 def test_both_modes_in_one_run(run, tmp_path, monkeypatch):
     """All rows are judged before it is ready, and none is timed before it is told to."""
     events = []
-    for place, name, event in ((Checker, "check", "judged"), (timing, "time_host", "timed")):
-        note = lambda *_, event=event, **__: events.append(event)
-        pretend.calls_of(monkeypatch, place, name, note)
+    judged, timed = (lambda *_, x=x, **__: events.append(x) for x in ("judged", "timed"))
+    pretend.calls_of(monkeypatch, Checker, "check", judged)
+    pretend.calls_of(monkeypatch, timing, "time_host", timed)
     monkeypatch.setattr(turns, "wait", lambda: events.append("turn"))
     words = "--framework=torch --branch=dense --input=random --mode=forward --mode=fwdbwd"
     code, printed, found = run(words, "--most_rows=20 --turn")

@@ -165,20 +165,22 @@ GOOD = f"{SEED}\n64,2,0.5,1,0.25,40,50,20,25\n"
 TEXTS = {"seed": SEED, "good": GOOD, "renamed": SEED.replace("ms_sel", "sel")}
 
 
+def summarize_text(folder, text):
+    path = folder / "decode.csv"
+    path.write_text(text.format(**TEXTS))
+    return summarize.main(["summarize", str(path)])
+
+
 @pytest.mark.parametrize("text, message", table("bench")["damaged tables"])
 def test_a_damaged_table_is_refused(text, message, tmp_path, capsys):
-    path = tmp_path / "decode.csv"
-    path.write_text(text.format(**TEXTS))
-    with refused(f"{path}*{message}"):
-        summarize.main(["summarize", str(path)])
+    with refused(f"{tmp_path / 'decode.csv'}*{message}"):
+        summarize_text(tmp_path, text)
     assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text, cells", table("bench")["tables of the seed system"])
 def test_the_seed_systems_own_table_is_read(text, cells, tmp_path, capsys):
-    path = tmp_path / "decode.csv"
-    path.write_text(text.format(**TEXTS))
-    assert summarize.main(["summarize", str(path)]) == 0
+    assert summarize_text(tmp_path, text) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == cells.split()
 
 

@@ -20,6 +20,13 @@ def main(*words):
     return commands.called(host_time, *words)
 
 
+def rows_of(folder, words):
+    """What a run that succeeds writes."""
+    out = folder / "host.jsonl"
+    assert main(words, f"--out={out} --commit=abc") == 0
+    return records.flat_lines(out)
+
+
 def test_a_process_measures_its_form(monkeypatch, capsys):
     """Launches were once graphs in both forms."""
     pretend.gpu(monkeypatch)
@@ -59,18 +66,15 @@ def test_forms_of_a_call_stand_side_by_side(monkeypatch, capsys, tmp_path):
         return 0, [found | {"shape": x, "pass": y} for x in "ab" for y in "fg"]
 
     monkeypatch.setattr(host_time.process, "answer", answer)
-    out = tmp_path / "host.jsonl"
-    assert main(f"--rounds=3 --out={out} --commit=abc") == 0
+    rows = rows_of(tmp_path, "--rounds=3")
     told = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[:8]]
     assert told == [[x, y, z] for x in "ab" for y in "fg" for z in host_time.FORMS]
-    assert {row[x] for row in records.flat_lines(out) for x in parts} == {2.0}
+    assert {row[x] for row in rows for x in parts} == {2.0}
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path, capsys):
-    out = tmp_path / "host.jsonl"
-    assert main(f"--rounds=1 --calls=5 --out={out} --commit=abc") == 0
-    rows = records.flat_lines(out)
+def test_on_a_gpu(tmp_path):
+    rows = rows_of(tmp_path, "--rounds=1 --calls=5")
     assert len(rows) == 12 and all(0 < row["host_ms"] <= row["done_ms"] for row in rows)
     assert {(row["commit"], row["implementation"]) for row in rows} == {("abc", "mosaic")}
     for row in rows:
@@ -82,9 +86,7 @@ def test_one_launch(monkeypatch, tmp_path, capsys):
     pretend.gpu(monkeypatch)
     took = iter([3.0, 1.0, 4.0, 5.0, 3.0, 6.0])
     monkeypatch.setattr(host_time, "microseconds", lambda row, calls: next(took))
-    out = tmp_path / "variants.jsonl"
-    assert main(f"--launch --rounds=2 --out={out} --commit=abc") == 0
-    rows = records.flat_lines(out)
+    rows = rows_of(tmp_path, "--launch --rounds=2")
     assert [(row["variant"], row["time_ms"]) for row in rows] == [
         ("torch, each by itself", 4),
         ("torch, as graphs", 2),
@@ -105,7 +107,5 @@ def test_one_launch(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.gpu
 def test_one_launch_on_a_gpu(tmp_path):
-    out = tmp_path / "variants.jsonl"
-    assert main(f"--launch --rounds=1 --calls=5 --out={out} --commit=abc") == 0
-    rows = records.flat_lines(out)
+    rows = rows_of(tmp_path, "--launch --rounds=1 --calls=5")
     assert len(rows) == 3 and all(0 < row["time_ms"] < 1000 for row in rows)

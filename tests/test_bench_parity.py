@@ -62,9 +62,10 @@ DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("part, ok", [(0.9, True), (1.1, False)])
-def test_rms_has_a_share_of_the_oracle(many, dtype, part, ok):
+@pytest.mark.parametrize("part", [0.9, 1.1])
+def test_rms_has_a_share_of_the_oracle(many, dtype, part):
     """An error of no direction; its maximum and mean are within their bounds."""
+    ok = part < 1
     error = np.where(np.arange(many.size).reshape(many.shape) % 2, 1.0, -1.0)
     most = parity.RMS_OF_ORACLE[np.dtype(dtype).name] * np.sqrt(np.square(many).mean())
     result = check(many, many + part * most * error, dtype=dtype)
@@ -156,8 +157,9 @@ def test_broken_selection_fails(scores, row, blocks, reason):
     expect(parity.check_indices(indices, scores, POSITIONS, CONFIG), reason)
 
 
-@pytest.mark.parametrize("slack, ok", [(0, True), (2.0**-11, True), (2.0**-9, False)])
-def test_a_block_may_score_a_little_less(scores, slack, ok):
+@pytest.mark.parametrize("slack", [0, 2.0**-11, 2.0**-9])
+def test_a_block_may_score_a_little_less(scores, slack):
+    ok = slack < 2.0**-10
     scores[0, 2, 0] = [0.1, 0.9, 0.5, 0.5 * (1 - slack), 0.1, 0.1, 0.1, 0.1]
     indices = own_selection(scores)
     assert indices[0, 2, 0].tolist() == [0, 1, 2, 7], "of equal scores the lower block"

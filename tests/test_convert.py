@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from bench.judge.parity import check_parity
+from bench.judge.parity import assert_parity
 from bench.lm.jax_lm import LM
 from bench.lm.spec import ModelSpec
 from nsa_core.layer import LayerSpec
@@ -102,8 +102,7 @@ def yardstick(case, dtype):
 def assert_dense(case, found, dtype="float32"):
     """Each error of logits is within twice the dense model's own in `dtype`."""
     rough, exact = yardstick(case, dtype)
-    parity = check_parity("logits", found, exact, rough, dtype=dtype)
-    assert parity.ok, parity.reason
+    assert_parity("logits", found, exact, rough, dtype=dtype)
 
 
 @pytest.mark.parametrize("case, start, more", ROWS, ids=str)
@@ -294,7 +293,7 @@ def test_weights_keep_their_dtypes(source, tmp_path):
     assert NSAForCausalLM.from_pretrained(tmp_path / "target").dtype == torch.bfloat16
 
 
-def test_the_command(source, folders, tmp_path, capsys):
+def test_the_command(source, tmp_path, capsys):
     """Its exit status, what it writes and what it leaves. What is no folder and no owner/name is
     not asked of the Hub.
     """
@@ -320,7 +319,6 @@ def test_the_command(source, folders, tmp_path, capsys):
     for words, message in (
         (command, "must not exist"),
         ([str(source), other], "'hidden_size' expected int"),
-        ([str(folders("qwen2")[0]), other, "--set", "hidden_size=4"], "got 'hidden_size'"),
         *(
             (
                 [name, other],
@@ -360,8 +358,7 @@ def test_on_a_gpu(case, start, dtype, tmp_path):
     found, rough = (logits(x, ids, given["dtype"]) for x in (ours, theirs))
     exact = logits(theirs, ids, torch.float64)
     size = np.sqrt(np.mean(exact**2))  # the rule's absolute limit is for outputs of size 1
-    parity = check_parity("logits", found / size, exact / size, rough / size, dtype=dtype)
-    assert parity.ok, parity.reason
+    assert_parity("logits", found / size, exact / size, rough / size, dtype=dtype)
     ours.train()(ids, labels=ids).loss.backward()
     assert all(bool(x.grad.isfinite().all()) for x in ours.parameters())
     layer = ours.model.layers[0].self_attn

@@ -69,10 +69,10 @@ def test_rows_are_alike_but_for_a_passage_and_its_copy():
 
 def test_rows_without_room_have_none():
     packed = Batch(rows().tokens, np.zeros((50, WIDTH), np.int32))
-    assert recall.passages(packed, WINDOW, (0,)) is None
-    assert recall.passages(rows(1), WINDOW, (0,)) is None
-    assert recall.passages(rows(), WIDTH - 2 * PASSAGE, (0,)) is None
-    assert recall.passages(rows(), WIDTH - 2 * PASSAGE - 1, (0,)) is not None
+    room = WIDTH - 2 * PASSAGE
+    for batch, window in ((packed, WINDOW), (rows(1), WINDOW), (rows(), room)):
+        assert recall.passages(batch, window, (0,)) is None
+    assert recall.passages(rows(), room - 1, (0,)) is not None
 
 
 class Reads:
