@@ -9,6 +9,7 @@ import queue
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from bench.lm import (
     checkpoint,
@@ -251,7 +252,7 @@ def attended(query, key):
     """
     causal = torch.ones(100, 100, dtype=torch.bool).tril()[None, None]
     *_, probability = nsa.attend(query, key, key, causal, None)
-    by_block = torch.nn.functional.pad(probability.sum(2), (0, 4)).unflatten(-1, (-1, 8))
+    by_block = F.pad(probability.sum(2), (0, 4)).unflatten(-1, (-1, 8))
     return by_block.sum(-1).transpose(1, 2)
 
 
@@ -274,7 +275,7 @@ def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
     config, tokens = todo.model.layer.config, torch.randint(256, (2, 100))
     found = dense.model.best_blocks(tokens, config)[0]
     layer = dense.model.blocks[0]
-    x = layer.norm_attention(torch.nn.functional.embedding(tokens, dense.model.embedding))
+    x = layer.norm_attention(F.embedding(tokens, dense.model.embedding))
     assert have_most_attention(found, layer.attention, x, config)
     steps, few = todo.training.steps, config.num_selected
     for blocks, own_share in ((few, 0), (few, 0.5), (100, 0)):
@@ -304,7 +305,7 @@ def test_an_exact_model_selects_the_blocks_with_most_attention(tmp_path):
     tokens = torch.from_numpy(batch.tokens[:, :-1]).long()
     assert not torch.allclose(exact(tokens), plain(tokens), atol=1e-3)
     block, config = exact.blocks[0], todo.model.layer.config
-    x = torch.nn.functional.embedding(tokens, exact.embedding)
+    x = F.embedding(tokens, exact.embedding)
     normed = block.norm_attention(x)
     lists = full.best_blocks(block.attention, normed, config)
     assert have_most_attention(lists, block.attention, normed, config)
@@ -340,7 +341,7 @@ def test_the_selection_s_loss():
     # Queries before 24 have no other blocks than the first and the last two.
     for t in range(24, 100, selection.EVERY):
         p, s = (x[:, t, :, 1 : t // 8 - 1] for x in (masses, scores))
-        p_share, s_share = (torch.nn.functional.normalize(x, 1, -1) for x in (p, s))
+        p_share, s_share = (F.normalize(x, 1, -1) for x in (p, s))
         total += (p * (p_share / s_share).log()).sum().item()
         mass += p.sum().item()
     found = selection.loss(attention, x)

@@ -9,7 +9,6 @@ import pytest
 
 from bench.lm import log, measures, quality, recall
 from bench.lm.data import Batch
-from bench.lm.ranks import Ranks
 from bench.lm.recall import PASSAGE
 from bench.lm.share import Share
 from nsa_core.layer import LayerSpec
@@ -79,7 +78,7 @@ class Reads:
     """A learner that knows what follows four tokens that it has read before, for 1 nat, and of
     what subject its row is: 3 nats for such a token, 5 for others."""
 
-    ranks, share = Ranks(), Share(1)
+    share = Share(1)
 
     def loss_sums(self, batch, categories, count):
         found = np.zeros(count)
@@ -172,7 +171,7 @@ class Selects:
     that follow what stood before the query's last four tokens; as many at random; those before
     the forced ones, as models do that look at what is near."""
 
-    ranks, share, config = Ranks(), Share(1), CONFIG
+    share = Share(1)
 
     def __init__(self):
         self.random = np.random.default_rng(0)
