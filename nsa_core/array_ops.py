@@ -317,7 +317,7 @@ def zero_padding(xp: Any, layout: Any, *arrays: Any) -> list[Any]:
     """Return `arrays` `[B, T, ...]` with zeros in the rows that are padding. Kernels that mask
     whole blocks or key tiles also multiply padding, and zero times NaN is NaN.
     """
-    return _zeroed(xp, layout.position, arrays) if layout.padded else [*arrays]
+    return masked(xp, layout.position >= 0, *arrays) if layout.padded else [*arrays]
 
 
 def padding_zeroed(ops: ArrayOps, layout: Any, *arrays: Any) -> Sequence[Any]:
@@ -327,9 +327,9 @@ def padding_zeroed(ops: ArrayOps, layout: Any, *arrays: Any) -> Sequence[Any]:
 
 @derived(lambda position, *arrays: [like(x) for x in arrays])
 def _padding_zeroed(ops, position, *arrays):
-    return _zeroed(ops.xp, position, arrays)
+    return masked(ops.xp, position >= 0, *arrays)
 
 
-def _zeroed(xp, position, arrays):
-    there = position >= 0
+def masked(xp: Any, there: Any, *arrays: Any) -> list[Any]:
+    """Return `arrays` `[B, T, ...]` with zeros where `there` `[B, T]` is False."""
     return [xp.where(there.reshape(there.shape + (1,) * (x.ndim - 2)), x, 0) for x in arrays]

@@ -139,6 +139,13 @@ def scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
     return kind(**{name: x for name, x in given.items() if x is not None})
 
 
+def rotated(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
+    """Rotate the pairs `(2i, 2i + 1)` of the last axis of `x` by an angle."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    pairs = xp.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
+    return pairs.reshape(x.shape)
+
+
 def _mixed(rate: Any, kept: Any, factor: float) -> Any:
     """Return `rate` for `kept` >= 1 and `rate / factor` for `kept` <= 0, and interpolate in
     between. The operations round as in transformers, since dense models were trained with these

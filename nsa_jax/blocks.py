@@ -18,7 +18,7 @@ from nsa_jax.chunks import over_queries
 from nsa_jax.eager import any_rank, compiled, foldable, refuse_derivatives
 from nsa_jax.indexers import capability, runs_on
 from nsa_jax.jax_ops import JAX_OPS as OPS
-from nsa_jax.numerics import product, scale_of, softmax, weighted
+from nsa_jax.numerics import logits_of, softmax, weighted
 
 type Lengths = int | Int[Array, ""] | Int[Array, " B"] | None
 
@@ -253,9 +253,7 @@ def _paged_on_triton(query, pages, block_indices, paged: Paged, *, block_size, i
 
 def _paged(query, pages, block_indices, paged: Paged, **how):
     def attend(query, keys, values, seen, scale):
-        logits = product("tlgd,tlsd->tlgs", query, keys)
-        logits *= jnp.asarray(scale_of(scale, query), logits.dtype)
-        probs, lse = softmax(logits, seen)
+        probs, lse = softmax(logits_of("tlgd,tlsd->tlgs", query, keys, scale), seen)
         return weighted("tlgs,tlsd->tlgd", probs, values).astype(query.dtype), lse
 
     by = OPS, over_queries, attend, query, pages[0], pages[1]

@@ -23,7 +23,9 @@ from nsa_core.steps import key_bounds
 from nsa_jax import geometry
 from nsa_jax.chunks import BUDGET_BYTES, over_queries
 from nsa_jax.jax_ops import JAX_OPS as OPS
-from nsa_jax.numerics import grouped, logits_of, product, scale_of, softmax, weighted, wide
+from nsa_jax.numerics import grouped, logits_of, softmax, weighted, wide
+
+SHARED = "bqkgd,bskd->bkgqs"  # the subscripts of logits for keys that all queries share
 
 
 def _rows(out, lse, query):
@@ -39,7 +41,7 @@ def _attend(query, key, value, seen, scale):
     # Zero times NaN is NaN, so that values of a query without keys must not enter a sum.
     some = seen.any(axis=-1)[..., None, None]
     query = jnp.where(some, query, 0)
-    logits = logits_of(grouped(query, key), key, scale)
+    logits = logits_of(SHARED, grouped(query, key), key, scale)
     probs, lse = softmax(logits, seen[:, None, None])
     out = weighted("bkgqs,bskd->bqkgd", probs, value)
     return _rows(jnp.where(some[..., None], out, 0), lse, query)
@@ -124,8 +126,7 @@ def selected_attention(
             for x in (key, value)
         )
         keys, values = (rearrange(x, "b q k n l d -> b q k (n l) d") for x in (keys, values))
-        logits = product("bqkgd,bqksd->bkgqs", grouped(query, key), keys)
-        logits *= jnp.asarray(scale_of(scale, query), logits.dtype)
+        logits = logits_of("bqkgd,bqksd->bkgqs", grouped(query, key), keys, scale)
         probs, lse = softmax(logits, rearrange(seen, "b q k n l -> b k 1 q (n l)"))
         return _rows(weighted("bkgqs,bqksd->bqkgd", probs, values), lse, query)
 
@@ -195,7 +196,7 @@ def select_blocks(
     where = geometry.layout_of(query, length, config, kv_len, segment_ids)
 
     def scores(query, position, start, compressed_key, log=False):
-        logits = logits_of(grouped(query, compressed_key), compressed_key, scale)
+        logits = logits_of(SHARED, grouped(query, compressed_key), compressed_key, scale)
         slot = jnp.arange(count, dtype=jnp.int32)
         local = slot - start[..., None]
         last_token = local * config.compress_stride + config.compress_block - 1

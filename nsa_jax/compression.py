@@ -11,9 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams, RopeMLPParams
 from nsa_core.config import NSAConfig
+from nsa_core.rotation import rotated
 from nsa_jax import geometry
 from nsa_jax.eager import any_rank
-from nsa_jax.numerics import precision_of, put, rotated, wide
+from nsa_jax.jax_ops import JAX_OPS
+from nsa_jax.numerics import precision_of, put, wide
 
 
 def apply_phi(
@@ -35,7 +37,7 @@ def apply_phi(
         middle = first.astype(jnp.float32) + (windows.shape[2] - 1) / 2
         out = _mlp(windows, MLPParams(*params[:-1]))
         angle = middle[..., None, None] * params.rates.astype(jnp.float32)
-        out = rotated(out, *(f(angle).astype(out.dtype) for f in (jnp.cos, jnp.sin)))
+        out = rotated(jnp, out, *(f(angle).astype(out.dtype) for f in (jnp.cos, jnp.sin)))
     else:
         out = _mlp(windows, params)
     return out.astype(windows.dtype)
@@ -82,7 +84,10 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
         at = first + jnp.arange(count, dtype=jnp.int32)[None] * stride
         return apply_phi(jnp.concatenate(windows, axis=2), params, at)
     rows = geometry.packed_rows(segment_ids, config)
-    starts, at = rows.window_starts, _rows(rows.position, jnp.maximum(rows.window_starts, 0))
+    starts, at = (
+        rows.window_starts,
+        JAX_OPS.take_rows(rows.position, jnp.maximum(rows.window_starts, 0)),
+    )
     out = apply_phi(windows_at(x, starts, block, stride), params, at)
     return jnp.where(starts[:, :, None, None] >= 0, out, jnp.zeros((), out.dtype))
 
@@ -103,7 +108,7 @@ def windows_at(
       starts: Ascending, with distances of at least `stride`. Unused slots at the end are -1.
     """
     taps = jnp.maximum(starts, 0)[..., None] + jnp.arange(block, dtype=jnp.int32)
-    return jnp.where(starts[..., None, None, None] >= 0, _rows(x, taps), 0)
+    return jnp.where(starts[..., None, None, None] >= 0, JAX_OPS.take_rows(x, taps), 0)
 
 
 @any_rank
@@ -124,7 +129,7 @@ def _windows_bwd(block, stride, kept, gradients):
     total = jnp.zeros((batch, length, *gradients.shape[3:]), wide(gradients.dtype))
     for older in reversed(range(block // stride)):
         slot = newest - older
-        tap = token - _rows(ends, jnp.maximum(slot, 0))
+        tap = token - JAX_OPS.take_rows(ends, jnp.maximum(slot, 0))
         inside = (slot >= 0) & (tap < block)
         at = jnp.where(inside, slot, 0), jnp.where(inside, tap, 0)
         found = jax.vmap(lambda row, *index: row[index])(gradients, *at)
@@ -133,8 +138,3 @@ def _windows_bwd(block, stride, kept, gradients):
 
 
 windows_at.defvjp(_windows_fwd, _windows_bwd)
-
-
-def _rows(x, index):
-    """Return `x[b, index[b]]` for each `b`."""
-    return jax.vmap(lambda row, at: row[at])(x, index)

@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nsa_core import context_layout as layouts
 from nsa_core import validate
+from nsa_core.array_ops import masked
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
@@ -233,21 +234,16 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
     packed = geometry.packed_rows(segment_ids, config)
     begin, position = packed.window_starts, packed.position
     starts, slots = layouts.windows_of_chunks(JAX_OPS, begin, shard, most)
-    rows = jax.vmap(lambda row, at: row[at])
     made = []
     for number, tokens, start in zip(shard.own, pieces, starts, strict=True):
         inside = start < chunk
-        at = rows(position, jnp.where(inside, start, 0) + number * chunk)
+        at = JAX_OPS.take_rows(position, jnp.where(inside, start, 0) + number * chunk)
         start = jnp.where(inside, start, -1)
         windows = apply_phi(windows_at(tokens, start, block, stride), params, at)
-        made.append(_where(inside, windows))
+        made += masked(jnp, inside, windows)
     found = shard.gather(jnp.concatenate(made, axis=1))
     used = begin >= 0
-    return _where(used, rows(found, jnp.where(used, slots, 0)))
-
-
-def _where(inside, x):
-    return jnp.where(inside[..., None, None], x, jnp.zeros((), x.dtype))
+    return masked(jnp, used, JAX_OPS.take_rows(found, jnp.where(used, slots, 0)))[0]
 
 
 @any_rank

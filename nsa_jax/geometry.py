@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from nsa_core.array_ops import masked
 from nsa_core.config import NSAConfig
 from nsa_core.varlen import Varlen
 
@@ -155,8 +156,7 @@ def without_padding(x, kv_len, segment_ids):
     else:
         end = jnp.asarray(kv_len, jnp.int32).reshape(-1, 1)
         valid = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32) < end, x.shape[:2])
-    valid = valid.reshape(valid.shape + (1,) * (x.ndim - 2))
-    return jnp.where(valid, x, jnp.zeros((), x.dtype))
+    return masked(jnp, valid, x)[0]
 
 
 def rows_of(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_core import extras, rotation, validate
+from nsa_core.array_ops import masked
 from nsa_core.cache_contents import UNSAID, facts_of
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_core.config import NSAConfig
@@ -24,7 +25,6 @@ from nsa_core.types import Branches
 from nsa_jax import api, cache, context, geometry
 from nsa_jax.eager import any_rank
 from nsa_jax.geometry import PackedRows, rows_of
-from nsa_jax.numerics import rotated
 
 try:
     from flax import nnx
@@ -49,7 +49,7 @@ def apply_rope(
         x.shape[-1], base, scaling
     )
     cos, sin = (f(angle)[:, :, None] * factor for f in (jnp.cos, jnp.sin))
-    return rotated(x.astype(jnp.float32), cos, sin).astype(x.dtype)
+    return rotation.rotated(jnp, x.astype(jnp.float32), cos, sin).astype(x.dtype)
 
 
 def rates(width: int, base: float, scaling: rotation.Scaling | None) -> np.ndarray:
@@ -466,7 +466,7 @@ class NSAAttention(nnx.Module):
             position = context.shard_positions(length, segment_ids=segment_ids, **shards)
         if rows is not None:
             # The gradient of a weight is a product with x, and 0 times NaN is NaN.
-            x = jnp.where(geometry.ids_of(rows)[..., None] >= 0, x, jnp.zeros((), x.dtype))
+            (x,) = masked(jnp, geometry.ids_of(rows) >= 0, x)
         convolve, newest = None, None
         if kv is not None:
 

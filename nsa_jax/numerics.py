@@ -62,13 +62,6 @@ def _weighted_backward(subscripts, saved, grad):
 weighted.defvjp(_weighted_forward, _weighted_backward)
 
 
-def rotated(x, cos, sin):
-    """Rotate the pairs `(2i, 2i + 1)` of the last axis of `x` by an angle."""
-    even, odd = x[..., 0::2], x[..., 1::2]
-    pairs = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return pairs.reshape(x.shape)
-
-
 def put(x, index, values):
     """Return `x` with `values` at `index`, which is an array or a tuple of arrays. Writes beyond
     the end are dropped. XLA for GPUs (as of JAX 0.11) would clamp a constant index to the last
@@ -82,14 +75,11 @@ def grouped(query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"]):
     return rearrange(query, "b t (k g) d -> b t k g d", k=key.shape[2])
 
 
-def logits_of(query: Float[Array, "B Q Hkv G D"], key: Float[Array, "B K Hkv D"], scale):
-    """Compute `scale * q . k` for keys that all queries share, `[B, Hkv, G, Q, K]`."""
-    logits = product("bqkgd,bskd->bkgqs", query, key)
-    return logits * jnp.asarray(scale_of(scale, query), logits.dtype)
-
-
-def scale_of(scale, query) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else scale
+def logits_of(subscripts: str, query, key, scale):
+    """Compute `scale * q . k`, where `subscripts` are the subscripts of `product`."""
+    logits = product(subscripts, query, key)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return logits * jnp.asarray(scale, logits.dtype)
 
 
 def softmax(logits: Float[Array, "*A K"], seen: Bool[Array, "*#A K"]):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams, RopeMLPParams
 from nsa_core.config import NSAConfig
+from nsa_core.rotation import rotated
 from nsa_torch import operators
 from nsa_torch.chunks import wide
 from nsa_torch.geometry import packed_windows
-from nsa_torch.heads import _rotated
 from nsa_torch.plain import as_given
 
 __all__ = ["MLPParams", "PoolParams", "RopeMLPParams", "compress"]
@@ -118,7 +118,7 @@ def apply_phi(windows: Tensor, params: CompressParams, first: Tensor) -> Tensor:
     if isinstance(params, RopeMLPParams):
         middle = first.to(torch.float32) + (windows.shape[2] - 1) / 2
         angle = middle[..., None, None] * params.rates
-        out = _rotated(out, angle.cos(), angle.sin())
+        out = rotated(torch, out, angle.cos(), angle.sin())
     return out.to(dtype)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa_core.array_ops import masked
 from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables
 
@@ -57,7 +58,7 @@ def without_padding(x: Tensor, real: Tensor) -> Tensor:
     Without these zeros, a NaN in padding would spread through products of attention and gradients
     of weights.
     """
-    return torch.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0)
+    return masked(torch, real, x)[0]
 
 
 def own_tokens(count: Tensor | None, *tensors: Tensor) -> Sequence[Tensor]:
@@ -67,7 +68,7 @@ def own_tokens(count: Tensor | None, *tensors: Tensor) -> Sequence[Tensor]:
     if count is None:
         return tensors
     real = torch.arange(tensors[0].shape[1], device=count.device) < count[:, None]
-    return [without_padding(x, real) for x in tensors]
+    return masked(torch, real, *tensors)
 
 
 def geometry(

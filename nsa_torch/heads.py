@@ -343,8 +343,10 @@ def split(
     if norms is not None:
         normed = _normed if plain else nn.Module.__call__
         query, key = normed(norms[0], query), normed(norms[1], key)
-    query, raw = _rotated(query, cos, sin), sizes.raw_keys * sizes.Hkv
-    key = torch.cat([key[:, :, :raw], _rotated(key[:, :, raw:], cos, sin)], dim=2)
+    wide, raw = torch.promote_types(projection.dtype, torch.float32), sizes.raw_keys * sizes.Hkv
+    query = rotation.rotated(torch, query.to(wide), cos, sin)
+    turned = rotation.rotated(torch, key[:, :, raw:].to(wide), cos, sin)
+    key = torch.cat([key[:, :, :raw], turned], dim=2)
     query, key = [x.to(projection.dtype) for x in (query, key)]
     value = value.unflatten(-1, (pairs, sizes.Dv))
     keys, values = [
@@ -406,14 +408,6 @@ def _rates(width, base, scaling, device) -> Tensor:
     # position 1000.
     found = 1 / (base ** (columns / width).double()).float()
     return found if scaling is None else scaling.scaled(found, columns / 2, base)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.to(wide), sin.to(wide)
-    even, odd = x[..., 0::2].to(wide), x[..., 1::2].to(wide)
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-    return turned.flatten(-2)
 
 
 def _is_plain(layer: nn.Module, x: Tensor, kind: type[nn.Module] = nn.Linear) -> bool:
