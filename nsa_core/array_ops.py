@@ -331,5 +331,6 @@ def _padding_zeroed(ops, position, *arrays):
 
 
 def masked(xp: Any, there: Any, *arrays: Any) -> list[Any]:
-    """Return `arrays` `[B, T, ...]` with zeros where `there` `[B, T]` is False."""
-    return [xp.where(there.reshape(there.shape + (1,) * (x.ndim - 2)), x, 0) for x in arrays]
+    """Return `arrays` with zeros where `there`, which has their first axes, is False."""
+    shape, axes = there.shape, there.ndim
+    return [xp.where(there.reshape(shape + (1,) * (x.ndim - axes)), x, 0) for x in arrays]

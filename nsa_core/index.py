@@ -191,8 +191,7 @@ def blocks_of_pages(
     rows = paged_layout.pad_queries(ops, tokens, lengths, starts, longest)
     position = ops.xp.where(rows.there, tokens.position[rows.token], -1)
     found = blocks_at(ops, over_queries, query[rows.token], key, position, None, index)
-    flat = rows.flat.clip(0, batch * longest - 1)
-    return found.reshape(batch * longest, *found.shape[2:])[flat]
+    return found.reshape(batch * longest, *found.shape[2:])[rows.flat]
 
 
 class Teacher(NamedTuple):

@@ -14,7 +14,7 @@ from kernels_pallas.specs.decode import GATE_DTYPES
 from kernels_pallas.triton import capability
 from kernels_pallas.triton.decode_descriptions import QUERIES
 from nsa_core import paged_layout
-from nsa_core.array_ops import ArrayOps
+from nsa_core.array_ops import ArrayOps, masked
 from nsa_core.dispatch import Choice, Implementation, Problem, Registry
 from nsa_core.policy import DECODE
 from nsa_core.steps import mosaic_decode
@@ -155,8 +155,7 @@ def decide(
         query, gates = (x[token] for x in (inputs.query, inputs.gates))
 
         def of_tokens(out):
-            out = out[padded.flat.clip(0, token.shape[0] - 1)]
-            return ops.xp.where((tokens.position >= 0)[:, None, None], out, 0)
+            return masked(ops.xp, tokens.position >= 0, out[padded.flat])[0]
 
         inputs = dataclasses.replace(inputs, query=query, gates=gates, cu_seqlens_q=None)
     problem = problem_of(inputs)

@@ -361,14 +361,8 @@ class PaddedQueries(NamedTuple):
 
 def pad_queries(ops: ArrayOps, tokens: Tokens, lengths, cu_seqlens_q, T: int) -> PaddedQueries:
     """Arrange the tokens of a call in rows of `T` queries, with padding before the queries."""
-    (count,) = tokens.row.shape
-    from_end = ops.arange(lengths, T) - T  # [1, T], negative
-    begin, end = _tokens_of_rows(ops, count, lengths, cu_seqlens_q)
-    token = end[:, None] + from_end
-    there = token >= begin[:, None]
-    index = ops.arange(lengths, count)[0]
-    column = (T + index - end[tokens.row]).clip(0, T - 1)
-    return PaddedQueries(token.clip(0, count - 1), there, tokens.row * T + column)
+    begin, end = _tokens_of_rows(ops, tokens, lengths, cu_seqlens_q)
+    return _in_rows(ops, tokens, end - T, begin, T)
 
 
 def align_queries(
@@ -378,24 +372,32 @@ def align_queries(
     queries. The position of a row's first query is the last multiple of `multiple` that is not
     after the row's first token. Also return the position after the last query of each row, `[B]`.
     """
-    (count,) = tokens.row.shape
-    begin, end = _tokens_of_rows(ops, count, lengths, cu_seqlens_q)
+    begin, end = _tokens_of_rows(ops, tokens, lengths, cu_seqlens_q)
     position = lengths - (end - begin)  # of the first token of each row
     before = position % multiple
     first = begin - before
-    token = first[:, None] + ops.arange(lengths, T)
-    there = (token >= begin[:, None]) & (token < end[:, None])
-    column = (ops.arange(lengths, count)[0] - first[tokens.row]).clip(0, T - 1)
-    padded = PaddedQueries(token.clip(0, count - 1), there, tokens.row * T + column)
-    return padded, position - before + T
+    padded = _in_rows(ops, tokens, first, begin, T)
+    exists = ops.arange(lengths, T) < (end - first)[:, None]
+    return padded._replace(there=padded.there & exists), position - before + T
 
 
-def _tokens_of_rows(ops: ArrayOps, count: int, lengths, cu_seqlens_q):
+def _in_rows(ops: ArrayOps, tokens: Tokens, first, begin, T: int) -> PaddedQueries:
+    """Arrange the tokens of a call in rows of `T` queries. `first` and `begin` `[B]` have the index
+    of each row's first query and of its first token. Queries before the first token are padding.
+    """
+    (count,) = tokens.row.shape
+    token = first[:, None] + ops.arange(first, T)
+    column = (ops.arange(first, count)[0] - first[tokens.row]).clip(0, T - 1)
+    there, flat = token >= begin[:, None], tokens.row * T + column
+    return PaddedQueries(token.clip(0, count - 1), there, flat)
+
+
+def _tokens_of_rows(ops: ArrayOps, tokens: Tokens, lengths, cu_seqlens_q):
     """Return the index of the first token of each row, and the index after its last token."""
     if cu_seqlens_q is not None:
         return cu_seqlens_q[:-1], cu_seqlens_q[1:]
     batch = lengths.shape[0]
-    each = count // batch
+    each = tokens.row.shape[0] // batch
     end = (ops.arange(lengths, batch)[0] + 1) * each
     return end - each, end
 

@@ -10,6 +10,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from nsa_core import block_lists, validate
+from nsa_core.array_ops import masked
 from nsa_core.steps import triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry
@@ -111,7 +112,7 @@ def block_attention(
         key, value = (geometry.without_padding(x, kv_len, None) for x in (key, value))
         query_seq_lengths = jnp.asarray(query_seq_lengths, jnp.int32)
         there = jnp.arange(length, dtype=jnp.int32) < query_seq_lengths[:, None]
-        query = jnp.where(there[..., None, None], query, 0)
+        (query,) = masked(jnp, there, query)
         block_indices = jnp.where(there[..., None, None], block_indices, -1)
         # Padding after the queries has an empty list.
         kv_len = jnp.asarray(kv_len, jnp.int32) + length - query_seq_lengths

@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from nsa_core import selection
+from nsa_core.array_ops import masked
 from nsa_core.steps import key_bounds
 from nsa_jax import geometry
 from nsa_jax.chunks import BUDGET_BYTES, over_queries
@@ -76,7 +77,7 @@ def compressed_attention(
         place = where.position, where.compressed_start
         _, end = key_bounds.visible_compressed(*place, config)
         there = jnp.arange(count, dtype=jnp.int32) < end.max(axis=1, keepdims=True)
-        shared = tuple(jnp.where(there[..., None, None], x, 0) for x in shared)
+        shared = masked(jnp, there, *shared)
     return over_queries(chunk, arrays, shared, batch * heads * max(count, 1) * 4)
 
 

@@ -21,6 +21,7 @@ from nsa_core import (
     paged_dispatch,
     paged_layout,
 )
+from nsa_core.array_ops import masked
 from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
@@ -317,10 +318,9 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
     lengths = jnp.minimum(inputs.lengths, capacity)
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, query.shape[0])
     padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length)
-    there = padded.there[..., None]
-    gates = jnp.where(there[..., None], inputs.gates[padded.token], 0)
+    given = (x[padded.token] for x in (query, inputs.gates))
+    queries, gates = masked(jnp, padded.there, *given)
     gates = Branches(*(gates[..., c] for c in range(3)))
-    queries = jnp.where(there[..., None], query[padded.token], 0)
 
     copies = functools.partial(_side_by_side, cache, table, lengths)
     whole = paged_layout.raw_entries(config)
@@ -343,8 +343,7 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
         implementation=implementation,
     )
     out = out.reshape(rows * length, *out.shape[2:])
-    out = out[padded.flat.clip(0, rows * length - 1)]
-    return jnp.where((tokens.position >= 0)[:, None, None], out, 0)
+    return masked(jnp, tokens.position >= 0, out[padded.flat])[0]
 
 
 def _side_by_side(cache, page_table, lengths, entries: paged_layout.Entries, *names: str):
@@ -358,6 +357,6 @@ def _side_by_side(cache, page_table, lengths, entries: paged_layout.Entries, *na
     def copy(name):
         found = paged_append.read(OPS, cache, name, (pages,))
         rows = found.reshape(pages.shape[0], -1, *found.shape[3:])
-        return jnp.where(there[..., None, None], rows[:, entries.first :], 0)
+        return masked(jnp, there, rows[:, entries.first :])[0]
 
     return tuple(map(copy, names))

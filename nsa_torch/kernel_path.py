@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.kernel import int32
-from nsa_core.array_ops import ArrayOps, Places, derived, like, padding_zeroed
+from nsa_core.array_ops import ArrayOps, Places, derived, like, masked, padding_zeroed
 from nsa_core.steps import fused, key_bounds
 from nsa_core.steps.fused import Pages, Residuals, Steps, in_slots, of_slots
 from nsa_core.steps.params import Params, Qkv
@@ -188,7 +188,7 @@ def _cut(ops, x, *ends, end: Any = 0):
     there = torch.arange(x.shape[1], device=x.device)
     if ends:
         end = ends[0].reshape(x.shape[0] if ends[0].numel() > 1 else 1, -1)[:, -1:]
-    return [torch.where((there < end)[..., None, None], x, 0)]
+    return masked(torch, there < end, x)
 
 
 # For each branch, the method of the layout that sets tokens to zero if no query may attend to

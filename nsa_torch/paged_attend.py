@@ -22,6 +22,7 @@ from kernels_pallas.specs.tile import cdiv
 from kernels_pallas.triton import decode_descriptions
 from kernels_pallas.triton.decode_descriptions import QUERIES
 from nsa_core import debug, paged_append, paged_dispatch, paged_layout
+from nsa_core.array_ops import masked
 from nsa_core.cache_contents import Contents, Facts
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
@@ -496,8 +497,8 @@ def gathering(
         queries, gates = (x.unflatten(0, (rows, length)) for x in given)
     else:
         padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length)
-        there = padded.there[..., None, None]
-        queries, gates = (torch.where(there, x[padded.token], 0) for x in (query, inputs.gates))
+        given = (x[padded.token] for x in (query, inputs.gates))
+        queries, gates = masked(torch, padded.there, *given)
     gates = Branches(*gates.unbind(-1))
 
     width = cache.selected_value.shape[-1]
@@ -533,9 +534,8 @@ def gathering(
         out = out.flatten(0, 1)
         if tokens is None:
             return out
-        if padded is not None:
-            out = out[padded.flat.clamp(0, rows * length - 1)]
-        return torch.where((tokens.position >= 0)[:, None, None], out, 0)
+        out = out if padded is None else out[padded.flat]
+        return masked(torch, tokens.position >= 0, out)[0]
 
     return attend
 
@@ -572,8 +572,8 @@ def gathering_as_in_training(inputs: Inputs, max_seqlen_q: int | None) -> Callab
     tokens = paged_layout.tokens_of(OPS, lengths, starts, query.shape[0])
     aligned = OPS, tokens, lengths, starts, length, multiple
     padded, ends = paged_layout.align_queries(*aligned)
-    there = padded.there[..., None, None]
-    queries, gates = (torch.where(there, x[padded.token], 0) for x in (query, inputs.gates))
+    given = (x[padded.token] for x in (query, inputs.gates))
+    queries, gates = masked(torch, padded.there, *given)
 
     def attend() -> Tensor:
         entries, reach = paged_layout.raw_entries(config), table.shape[1] * config.select_block
@@ -581,8 +581,7 @@ def gathering_as_in_training(inputs: Inputs, max_seqlen_q: int | None) -> Callab
         tensors = queries, *map(Branches.each, pair), Branches(*gates.unbind(-1)), None, None
         options = {"config": config, "kv_len": ends, "scale": inputs.scale}
         out = chosen.load("attention")(*tensors, assume_finite=True, **options)
-        out = out.flatten(0, 1)[padded.flat]
-        return torch.where((tokens.position >= 0)[:, None, None], out, 0)
+        return masked(torch, tokens.position >= 0, out.flatten(0, 1)[padded.flat])[0]
 
     return attend
 
