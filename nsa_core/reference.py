@@ -232,3 +232,14 @@ def sliding_attention(rows: Rows, query, key, value, *, config, scale=None, comp
     mask = rows.before() & (keys > rows.query[..., None] - config.window)
     in_float8 = config.compute_dtype is not None
     return _attend(rows, query, key, value, mask[:, None], scale, compute_dtype, in_float8)[:2]
+
+
+# The functions that frameworks call, and the functions among them whose keys are tokens.
+FUNCTIONS = (
+    compressed_attention,
+    block_scores,
+    select_blocks,
+    selected_attention,
+    sliding_attention,
+)
+OF_TOKENS = selected_attention, sliding_attention

@@ -13,7 +13,12 @@ LEAST_EXACT = 2.0**36
 
 
 def map_to_blocks(
-    ops: ArrayOps, probs: Any, num_blocks: int, config: NSAConfig, log: bool = False
+    ops: ArrayOps,
+    probs: Any,
+    num_blocks: int,
+    config: NSAConfig,
+    log: bool = False,
+    start: Any = None,
 ) -> Any:
     """Compute Eq. 9, `score[j] = sum_i w(i, j) * probs[..., i]`. `w(i, j)` is the number of
     stride blocks that compressed token `i` shares with selection block `j`.
@@ -21,11 +26,16 @@ def map_to_blocks(
     Compressed token `i` covers the stride blocks `i .. i + l/d - 1`. Selection block `j` covers
     the stride blocks `j*r .. j*r + r - 1` with `r = l'/d`. The sum is computed first per stride
     block, and then per selection block. With `log=True`, both `probs` and the result are
-    logarithms.
+    logarithms. In packed rows, `start` `[.., Q]` is the index in `probs` of the first compressed
+    token of each query's sequence.
     """
     ratio = config.select_block // config.compress_stride
     size, last = num_blocks * ratio, probs.ndim - 1
     nothing, add = (-ops.xp.inf, ops.xp.logaddexp) if log else (0, ops.xp.add)
+    count = probs.shape[last]
+    if start is not None and count:
+        slot = (start[..., None] + ops.arange(start, count)[0]).clip(None, count)
+        probs = ops.take_along(ops.pad_end(probs, last, 1, nothing), slot)
     by_stride = []
     for shift in range(config.compress_block // config.compress_stride):
         before = ops.pad_end(probs[..., :0], last, shift, nothing)

@@ -66,9 +66,8 @@ def compressed_attention(
     where = geometry.layout_of(query, length, config, kv_len, segment_ids)
 
     def chunk(query, position, start, key, value):
-        local = jnp.arange(count, dtype=jnp.int32) - start[..., None]
-        last_token = local * config.compress_stride + config.compress_block - 1
-        seen = (local >= 0) & (last_token <= position[..., None])
+        slot = jnp.arange(count, dtype=jnp.int32)
+        seen = key_bounds.sees_compressed(slot, position, start, config)
         return _attend(query, key, value, seen, scale)
 
     arrays = (query, where.position, where.compressed_start)
@@ -199,21 +198,15 @@ def select_blocks(
     def scores(query, position, start, compressed_key, log=False):
         logits = logits_of(SHARED, grouped(query, compressed_key), compressed_key, scale)
         slot = jnp.arange(count, dtype=jnp.int32)
-        local = slot - start[..., None]
-        last_token = local * config.compress_stride + config.compress_block - 1
-        seen = ((local >= 0) & (last_token <= position[..., None]))[:, None, None]
+        seen = key_bounds.sees_compressed(slot, position, start, config)[:, None, None]
         probs, lse = softmax(logits, seen)
-        shares, nothing = probs.sum(axis=2), 0  # [B, Hkv, Q, C]
+        shares = probs.sum(axis=2)  # [B, Hkv, Q, C]
         if log:
-            nothing = -jnp.inf
-            shares = jnp.where(seen, logits - lse[..., None], nothing)
+            shares = jnp.where(seen, logits - lse[..., None], -jnp.inf)
             one_head = shares.shape[2] == 1
             shares = shares[:, :, 0] if one_head else jax.nn.logsumexp(shares, axis=2)
-        if segment_ids is not None and count:
-            shift = jnp.minimum(start[..., None] + slot, count - 1)[:, None]
-            shifted = jnp.take_along_axis(shares, shift, axis=-1)
-            shares = jnp.where(start[:, None, :, None] + slot < count, shifted, nothing)
-        found = selection.map_to_blocks(OPS, shares, blocks, config, log)
+        own = None if segment_ids is None else start[:, None]
+        found = selection.map_to_blocks(OPS, shares, blocks, config, log, own)
         return rearrange(found, "b k q n -> b q k n")
 
     def chosen(*chunk):

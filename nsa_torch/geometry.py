@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa_core.array_ops import masked
 from nsa_core.config import NSAConfig
+from nsa_core.steps import key_bounds
 from nsa_torch import batch_tables
 
 
@@ -48,9 +49,8 @@ class Geometry:
         query at position `p` attends to token `i` if and only if `p >= i*d + l - 1`.
         """
         slot = torch.arange(count, device=self.position.device)
-        local = slot - self.compressed_start[:, queries, None]
-        last_token = local * config.compress_stride + config.compress_block - 1
-        return (local >= 0) & (last_token <= self.position[:, queries, None])
+        place = self.position[:, queries], self.compressed_start[:, queries]
+        return key_bounds.sees_compressed(slot, *place, config)
 
 
 def without_padding(x: Tensor, real: Tensor) -> Tensor:

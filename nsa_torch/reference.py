@@ -24,11 +24,9 @@ def _rows(batch, num_keys, num_queries, kv_len, cu_seqlens, device) -> Rows:
     return Rows(TORCH_OPS, sequence, position, query)
 
 
-def _target(name: str, of_tokens: bool):
-    """Return the function `name` of `nsa_core.reference` as a target of `dispatch`. The keys of
-    this function are tokens if `of_tokens` is true, otherwise compressed tokens.
-    """
-    function = getattr(reference, name)
+def _target(function):
+    """Return a `function` of `nsa_core.reference` as a target of `dispatch`."""
+    of_tokens = function in reference.OF_TOKENS
 
     def run(
         query, key, *rest, config, kv_len, cu_seqlens=None, scale=None, with_lse=True, **how
@@ -38,15 +36,15 @@ def _target(name: str, of_tokens: bool):
         if isinstance(keys, torch.Tensor):
             keys = key.shape[1] * config.compress_stride + config.compress_block - 1
         rows = _rows(batch, keys, length, kv_len, cu_seqlens, query.device)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and name != "select_blocks"):
+        with torch.set_grad_enabled(
+            torch.is_grad_enabled() and function is not reference.select_blocks
+        ):
             return function(rows, query, key, *rest, config=config, scale=scale, **how)
 
-    run.__name__ = name
+    run.__name__ = function.__name__
     return run
 
 
-compressed_attention = _target("compressed_attention", False)
-block_scores = _target("block_scores", False)
-select_blocks = _target("select_blocks", False)
-selected_attention = _target("selected_attention", True)
-sliding_attention = _target("sliding_attention", True)
+compressed_attention, block_scores, select_blocks, selected_attention, sliding_attention = map(
+    _target, reference.FUNCTIONS
+)

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -104,8 +103,5 @@ def _scores(query, compressed_key, where, part, num_blocks, config, scale, log=F
     # Softmax returns NaN for a row without keys, and the product with a masked key may be NaN.
     nothing = -torch.inf if log else 0
     probs = probs.masked_fill_(~seen, nothing)  # [B, Hkv, Q, C]
-    if where.cu_seqlens is not None and count:
-        slot = torch.arange(count, device=query.device)
-        slot = (where.compressed_start[:, None, part, None] + slot).clamp(max=count)
-        probs = F.pad(probs, (0, 1), value=nothing).gather(-1, slot.expand_as(probs))
-    return rearrange(map_to_blocks(probs, num_blocks, config, log), "b k q n -> b q k n")
+    start = None if where.cu_seqlens is None else where.compressed_start[:, None, part]
+    return rearrange(map_to_blocks(probs, num_blocks, config, log, start), "b k q n -> b q k n")

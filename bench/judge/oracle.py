@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nsa_core.types import Branches
+from nsa_core.reference import wide
 from nsa_jax import reference
 
 # Arguments with one entry per query. Other arguments have one entry per key.
@@ -133,17 +133,25 @@ def dense(branch: str, arguments: Mapping[str, Any], config, kv_len, dtype=None)
 
 def _whole(query, key, value, gates, block_indices, where, compressed=None):
     config = where["config"]
-    pooled = compressed or [
-        reference.compress(x.compressed, config=config) for x in (key, value)
-    ]
+    pooled = compressed or [_means(x.compressed, config) for x in (key, value)]
     selected = (query, key.selected, value.selected, block_indices)
-    parts = Branches(
+    parts = (
         reference.compressed_attention(query, *pooled, **where),
         reference.selected_attention(*selected, **where),
         reference.sliding_attention(query, key.sliding, value.sliding, **where),
     )
-    outs = Branches(*(out for out, _ in parts))
-    return reference.combine(outs, Branches(*jnp.unstack(gates, axis=-1)))
+    outs = [out for out, _ in parts]
+    dtype = wide(jnp, outs[0].dtype)
+    gates = gates.astype(dtype)[..., None]
+    total = sum(out.astype(dtype) * gates[..., c, :] for c, out in enumerate(outs))
+    return total.astype(outs[0].dtype)
+
+
+def _means(x, config):
+    """Compute the means of windows of `l` tokens, which begin every `d` tokens (Eq. 7)."""
+    first = np.arange(config.num_compressed(x.shape[1])) * config.compress_stride
+    taps = first[:, None] + np.arange(config.compress_block)
+    return x[:, taps].mean(axis=2, dtype=wide(jnp, x.dtype)).astype(x.dtype)
 
 
 def outputs(

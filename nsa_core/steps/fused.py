@@ -97,14 +97,9 @@ class Residuals(NamedTuple):
     """
 
     block_indices: Any  # int32 [B, T, Hkv, n]
-    block_lists: Any  # block lists of the tiles (`Steps.lists`), or None
-    out: Any  # Branches of [B, T, H, Dv], not gated; or None
-    lse: Any  # Branches of [B, T, H], float32; or None
-
-    @classmethod
-    def recomputed(cls, block_indices) -> "Residuals":
-        """Return residuals that contain only the block indices of `forward`."""
-        return cls(block_indices, None, None, None)
+    block_lists: Any = None  # block lists of the tiles (`Steps.lists`), or None
+    out: Any = None  # Branches of [B, T, H, Dv], not gated; or None
+    lse: Any = None  # Branches of [B, T, H], float32; or None
 
 
 def bounds_of(name: str, key, config: NSAConfig) -> Bounds:

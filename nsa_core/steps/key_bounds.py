@@ -30,6 +30,12 @@ def visible_compressed(position: Any, start: Any, config: NSAConfig) -> tuple[An
     return start, start + ((position + (1 + stride - block)) // stride).clip(0, None)
 
 
+def sees_compressed(slot: Any, position: Any, start: Any, config: NSAConfig) -> Any:
+    """Return whether each query `[..]` attends to the compressed tokens `slot` `[C]`, `[.., C]`."""
+    first, end = visible_compressed(position[..., None], start[..., None], config)
+    return (slot >= first) & (slot < end)
+
+
 @derived(lambda position, start, *, config: [int32(*position.shape)] * 2)
 def _visible(ops, position, start, *, config):
     return visible_compressed(position, start, config)
