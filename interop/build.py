@@ -30,7 +30,7 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 
 def layer_of(preset: str) -> dict[str, Any]:
     """Return the layer that a file of `configs/` describes, in the form of the store of kernels."""
-    settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
+    settings = config_files.over_base(preset)
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     return layer_note(
         heads=model["n_heads"],

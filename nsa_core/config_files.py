@@ -88,6 +88,13 @@ def load(name: str | Path, kind: type = dict) -> Any:
     return data
 
 
+def over_base(name: str | Path) -> dict[str, Any]:
+    """Return the values of the file `configs/base.yaml`, in which the values of the file `name`
+    replace others.
+    """
+    return overlay(load("base"), load(name))
+
+
 def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base`, in which values of `top` replace values of `base`, section by section."""
     merged = dict(base)

@@ -11,6 +11,8 @@ token attends to the padding, and the output of the padding is undefined.
 import dataclasses
 from typing import Any, Literal, get_args
 
+from nsa_core import validate
+
 type Layout = Literal["zigzag", "contiguous"]
 
 # Maximum bytes of keys and values that are gathered at once, unless a single head has more. If
@@ -23,8 +25,7 @@ LAYOUTS: tuple[str, ...] = get_args(Layout.__value__)
 
 
 def check(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"context_layout must be one of {LAYOUTS}, got {layout!r}")
+    validate.one_of("context_layout", layout, LAYOUTS)
 
 
 def padded_length(length: int, size: int, layout: str) -> int:

@@ -62,7 +62,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 def first_calls(preset: str, length: int) -> dict[str, float]:
     """Measure the seconds of the first calls of this process."""
-    settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
+    settings = config_files.over_base(preset)
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     names = "dim", "n_heads", "n_kv_groups", "d_k", "d_v"
     dim, heads, kv_heads, width, value_width = (model[name] for name in names)

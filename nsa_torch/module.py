@@ -524,27 +524,28 @@ class NSAAttention(nn.Module):
         longest = length if varlen is None else varlen.max_seqlen or length
         if longest < self.dense_below and INVARIANT not in Branches.each(self.implementation):
             out = self._dense(query, key.selected, value.selected, cu_seqlens)
-            return self.out(out.flatten(2)), None
-        if spec.gate == "selected" and not (any(Branches.each(self.implementation)) or ranks):
+        elif spec.gate == "selected" and not (any(Branches.each(self.implementation)) or ranks):
             out = self._selected(query, key, value.selected, cu_seqlens)
-            return self.out(out.flatten(2)), None
-        key_params, value_params = self.compress_params()
-        packed: dict[str, Any] = dict(config=self.config, cu_seqlens=cu_seqlens) | ranks
-        compressed = None  # the compressed tokens are means, which `attention` computes itself
-        if key_params is not None:
+        else:
+            key_params, value_params = self.compress_params()
+            packed: dict[str, Any] = dict(config=self.config, cu_seqlens=cu_seqlens) | ranks
             compressed = (
-                compress(key.compressed, key_params, **packed),
-                compress(value.compressed, value_params, **packed),
+                None  # the compressed tokens are means, which `attention` computes itself
             )
-        out = functional.attention(
-            query,
-            key,
-            value,
-            gates,
-            compressed=compressed,
-            implementation=self.implementation,
-            **packed,
-        )
+            if key_params is not None:
+                compressed = (
+                    compress(key.compressed, key_params, **packed),
+                    compress(value.compressed, value_params, **packed),
+                )
+            out = functional.attention(
+                query,
+                key,
+                value,
+                gates,
+                compressed=compressed,
+                implementation=self.implementation,
+                **packed,
+            )
         return self.out(out.flatten(2)), None
 
 

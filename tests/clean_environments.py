@@ -84,7 +84,7 @@ from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_append, mosaic_decode, mosaic_forward
 from nsa_torch import NSAConfig, dispatch
 for preset in ("paper", "seed", "smallgroup"):
-    settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
+    settings = config_files.over_base(preset)
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     sizes = [model[name] for name in ("n_heads", "n_kv_groups", "d_k", "d_v")]
     names = "heads", "kv_heads", "key_width", "value_width"

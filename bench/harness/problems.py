@@ -110,7 +110,7 @@ def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
     settings of the base file. `runtime` overrides single values of the section `runtime`. A value
     of None overrides nothing.
     """
-    merged = config_files.overlay(config_files.load("base"), config_files.load(name))
+    merged = config_files.over_base(name)
     given = {name: x for name, x in (runtime or {}).items() if x is not None}
     if given:  # a section that is no mapping is unchanged here, and is refused below
         merged = config_files.overlay(merged, {"runtime": given})

@@ -34,6 +34,7 @@ class Steps(NamedTuple):
       narrowest: Function of the width of keys that returns the minimum width of values for the
         compressed branch. If only the log-sum-exp is needed, the compressed branch gets values of
         the minimum width.
+      summed: The function `mosaic_forward.selected_and_sum`, or None.
       compression: A module with the functions of `mosaic_compress`, or None if the framework
         compresses tokens before the steps.
       reads_places: Whether the kernels read the tables of packed rows (`nsa_core.varlen`), and
@@ -48,6 +49,7 @@ class Steps(NamedTuple):
     backward: Any
     lists: tuple[str, ...]
     narrowest: Callable[[int], int]
+    summed: Callable[..., Any] | None = None
     compression: Any = None
     reads_places: bool = False
     reads_pages: bool = False
@@ -249,7 +251,12 @@ def forward_with_residuals(
     block_lists = steps.forward.tile_block_lists(ops, *chosen)
     sliding = attend(steps, ops, "sliding", qkv.sliding, params)
     others, gates = (compressed[0], sliding[0]), Branches(*ops.all_float32(gates))
-    selected, out = steps.forward.selected_and_sum(ops, *chosen, block_lists, others, gates)
+    together = steps.summed and steps.summed(ops, *chosen, block_lists, others, gates)
+    if together:
+        selected, out = together
+    else:
+        selected = steps.forward.selected(ops, *chosen, block_lists=block_lists)
+        out = steps.forward.gated_sum(ops, (others[0], selected[0], others[1]), gates)
     pairs = zip(compressed, selected, sliding, strict=True)
     outputs, lse = (Branches(*each) for each in pairs)
     kept = tuple(block_lists) if steps.lists else None

@@ -9,6 +9,7 @@ STEPS = Steps(
     mosaic_backward,
     lists=("starts", "members", "counts"),
     narrowest=slab_width,
+    summed=mosaic_forward.selected_and_sum,
     compression=mosaic_compress,
     reads_places=True,
     reads_pages=True,

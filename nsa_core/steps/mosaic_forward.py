@@ -162,14 +162,14 @@ def _forward_spec(
 
 def selected_and_sum(
     ops: ArrayOps, qkv: Qkv, block_indices, params: Params, block_lists, others, gates
-) -> tuple[OutLse, Any]:
+) -> tuple[OutLse, Any] | None:
     """Run the step `selected`, and compute the `gated_sum` of the outputs of all branches. `others`
-    has the outputs of the compressed and the sliding branch.
+    has the outputs of the compressed and the sliding branch. Return None if the call may gather
+    tiles, since the partial outputs of such tiles are merged later.
     """
     spec = _forward_spec(qkv, block_indices, params)
     if spec.gather_limit:
-        found = selected(ops, qkv, block_indices, params, block_lists=block_lists)
-        return found, gated_sum(ops, (others[0], found[0], others[1]), gates)
+        return None
     spec = dataclasses.replace(spec, summed=True)
     last = key_bounds.causal_end_by_row(ops, params.layout, spec.tile, spec.tiles)
     gates = [ops.to_float32(gate) for gate in gates]
@@ -275,17 +275,14 @@ def select_blocks(ops: ArrayOps, query, key, lse, params: Params, num_blocks: in
         scale=scale_of(scale, width),
         interpret=interpret.get(),
     )
-    static: Any = {"block": config.select_block}
-    if layout.varlen is None:
-        arrays = ops.derive(
-            _candidates, first, last, base, layout.position, spec=spec, **static
-        )
-        return ops.run(scores.best_blocks(spec), query, key, lse, *arrays)[0]
-    count = layout.varlen.capacity.query_tiles(spec.tile.tokens)
-    spec = dataclasses.replace(spec, query_tiles=count)
-    tiles = layout.varlen.query_tiles(spec.tile.tokens)
-    bounds = first, last, layout.position, *tiles
-    arrays = ops.derive(_candidates_of_tiles, *bounds, spec=spec, **static)
+    bounds, tiles = (first, last, base, layout.position), ()
+    candidates: Any = _candidates
+    if layout.varlen is not None:
+        count = layout.varlen.capacity.query_tiles(spec.tile.tokens)
+        spec = dataclasses.replace(spec, query_tiles=count)
+        tiles = layout.varlen.query_tiles(spec.tile.tokens)
+        bounds, candidates = (first, last, layout.position, *tiles), _candidates_of_tiles
+    arrays = ops.derive(candidates, *bounds, spec=spec, block=config.select_block)
     return ops.run(scores.best_blocks(spec), query, key, lse, *arrays, *tiles)[0]
 
 

@@ -165,7 +165,7 @@ class _Segment(NamedTuple):
     """
 
     kernel: GatheredAttention
-    segment: Any  # int32 [1, SEGMENT_WORDS]: index, first token and first tile of the segment
+    segment: Any  # int32 [SEGMENT_WORDS]: index, first token and first tile of the segment
     tokens: tuple[slice, ...]  # indices into arrays `[B, T, ...]`
 
 
@@ -188,8 +188,8 @@ def _segments(
     given = fill_gather_lists, block_indices, layout, lists, counts
     edges, entries = mosaic_lists.query_lists(ops, *given)
     arrays = mosaic_lists.work_items(ops, edges, layout, work)[0], entries
-    sizes = {"count": work.segments, "size": size, "tile": tile}
-    words = ops.derive(_segment_words, layout.position, **sizes)
+    steps = gathered.SEGMENT_WORDS, 1, size, size // tile
+    words = mosaic_lists.words_of(ops, layout, work.segments, *steps)
     fields = {name: getattr(spec, name) for name in SHARED_FIELDS}
     fields |= {"segments": work.segments, "items": lists.rows * work.items}
 
@@ -200,15 +200,3 @@ def _segments(
             yield _Segment(kernel, words[i], (slice(None), slice(first, last)))
 
     return arrays, segments()
-
-
-@derived(lambda like, *, count, **sizes: [int32(1, gathered.SEGMENT_WORDS)] * count)
-def _segment_words(ops, like, *, count, size, tile):
-    """Return the index, first token and first tile of each segment, in the layout that the
-    kernels of a segment read.
-    """
-    index = ops.arange(like, count).reshape(-1, 1)
-    columns = index, index * size, index * (size // tile)
-    columns = ops.xp.concatenate(columns, axis=1)
-    words = ops.extend(columns, 1, gathered.SEGMENT_WORDS, 0)
-    return [words[i : i + 1] for i in range(count)]

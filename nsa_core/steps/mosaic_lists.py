@@ -122,3 +122,19 @@ def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
     else:
         of_tokens = layout.varlen.key_tiles.first
     return ops.run(work_item_kernels.work_items(spec), edges, of_tokens)
+
+
+def words_of(ops: ArrayOps, layout: QueryLayout, count: int, width: int, *steps: int):
+    """Return `count` arrays of `width` words, in the layout that kernels read. The array with index
+    `i` begins with `i * step` for each of `steps`. The other words are 0.
+    """
+    static = {"count": count, "width": width, "steps": steps}
+    return ops.derive(_chunk_words, layout.position, **static)
+
+
+@derived(lambda like, *, count, width, steps: [int32(width)] * count)
+def _chunk_words(ops, like, *, count, width, steps):
+    index = ops.arange(like, count).reshape(-1, 1)
+    words = ops.xp.concatenate([index * step for step in steps], 1)
+    words = ops.extend(words, 1, width, 0)
+    return [words[i] for i in range(count)]

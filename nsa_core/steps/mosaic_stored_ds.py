@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from kernels_pallas.kernel import int32
 from kernels_pallas.specs import dkv, stored_ds, work_items
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.block_query_lists import BlockQueryLists, fill_gather_lists
@@ -24,7 +23,7 @@ from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.stored_ds import StoredDsQuery
 from kernels_pallas.specs.tile import ROWS
 from kernels_pallas.specs.work_items import GPU_ITEMS
-from nsa_core.array_ops import ArrayOps, QueryLayout, derived
+from nsa_core.array_ops import ArrayOps, QueryLayout
 from nsa_core.steps import mosaic_lists
 from nsa_core.steps.params import LaterDq, Qkv
 
@@ -208,20 +207,10 @@ def _chunks(
     partial.
     """
     count = -(-rows // max_rows)
-    sizes = {"count": count, "max_rows": max_rows, "items": items}
-    words = ops.derive(_chunk_words, layout.position, **sizes)
+    steps = max_rows, max_rows * items
+    words = mosaic_lists.words_of(ops, layout, count, stored_ds.CHUNK_WORDS, *steps)
     for i in range(count):
         yield words[i], i * max_rows, min((i + 1) * max_rows, rows)
-
-
-@derived(lambda like, *, count, **sizes: [int32(stored_ds.CHUNK_WORDS)] * count)
-def _chunk_words(ops, like, *, count, max_rows, items):
-    """Return the first row and the first work item of each chunk of dS, in the layout that the
-    kernels of a chunk read."""
-    first = ops.arange(like, count).reshape(-1, 1) * max_rows
-    words = ops.xp.concatenate([first, first * items], 1)
-    words = ops.pad_end(words, 1, stored_ds.CHUNK_WORDS - words.shape[1], 0)
-    return [words[i] for i in range(count)]
 
 
 def _merged(ops, spec: Dkv, partials, sums, layout) -> dict[str, Any]:

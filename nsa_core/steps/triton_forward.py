@@ -75,16 +75,6 @@ def selected(
     return _attended(ops, p, launch, arrays, position, gate, added, **constants)
 
 
-def selected_and_sum(
-    ops: ArrayOps, qkv: Qkv, block_indices, params: Params, block_lists, others, gates
-) -> tuple[OutLse, Any]:
-    """Run the step `selected`, and compute the `gated_sum` of the outputs of all branches. `others`
-    has the outputs of the compressed and the sliding branch.
-    """
-    found = selected(ops, qkv, block_indices, params, block_lists=block_lists)
-    return found, gated_sum(ops, (others[0], found[0], others[1]), gates)
-
-
 def _tiles(p: Problem, block_indices, params: Params) -> dict[str, int]:
     """Return the sizes of tiles.
 

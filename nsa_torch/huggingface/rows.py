@@ -13,6 +13,7 @@ from nsa_torch import checks
 from nsa_torch.huggingface.cache import Call, NSAModelCache, NSAPagedModelCache
 from nsa_torch.module import NSAAttention
 from nsa_torch.shared import is_capturing
+from nsa_torch.torch_ops import TORCH_OPS
 from nsa_torch.varlen import varlen_metadata
 
 # Keywords that describe a packed row. They are names of the boundaries, of the sequence of each
@@ -288,5 +289,4 @@ def _roll(x: Tensor, shift: Tensor) -> Tensor:
     """Roll row `b` of `x` [B, T, ...] to the left by `shift[b]`."""
     length = x.shape[1]
     index = (torch.arange(length, device=x.device) + shift[:, None]) % length
-    row = torch.arange(x.shape[0], device=x.device)[:, None]
-    return x[row, index]
+    return TORCH_OPS.take_rows(x, index)
