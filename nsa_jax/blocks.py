@@ -243,13 +243,11 @@ def paged_block_attention(
 
 
 def _paged_on_triton(query, pages, block_indices, paged: Paged, *, block_size, include, scale):
-    @sequential_vmap
-    def run(query, pages, block_indices, paged):
-        key, value = pages
-        arrays = query, key, value, block_indices, paged, block_size, include, scale
-        return tuple(triton_paged_blocks.attention(OPS, *arrays))
+    def run(query, pages, *arrays):
+        given = query, *pages, *arrays, block_size, include, scale
+        return tuple(triton_paged_blocks.attention(OPS, *given))
 
-    return run(query, pages, block_indices, paged)
+    return sequential_vmap(run)(query, pages, block_indices, paged)
 
 
 def _paged(query, pages, block_indices, paged: Paged, **how):

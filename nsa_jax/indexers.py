@@ -104,9 +104,8 @@ def index_blocks(
         ),
         triton_index.why_not(index_query, index_key, index),
     )
-    run = compiled(_on_triton if name == "triton" else _in_chunks)
     at = {"kv_len": tokens, "segment_ids": segment_ids}
-    return run(index_query, index_key, index=index, **at)
+    return compiled(_blocks)(index_query, index_key, name=name, index=index, **at)
 
 
 @any_rank
@@ -177,19 +176,18 @@ def capability() -> tuple[int, int]:
     return jax_problem.capability() or AMPERE
 
 
-def _paged_on_triton(query, pages, paged: Paged, *, index: Index):
-    @sequential_vmap
-    def run(query, pages, paged):
-        return triton_paged_blocks.blocks(OPS, query, pages, paged, index)
-
-    return run(query, pages, paged)
+def _paged_on_triton(*arrays, index: Index):
+    return sequential_vmap(lambda *each: triton_paged_blocks.blocks(OPS, *each, index))(*arrays)
 
 
 _of_copies = functools.partial(indexing.blocks_of_pages, OPS, over_queries)
 
 
-def _on_triton(query, key, *, index: Index, **at):
+def _blocks(query, key, *, name: str, index: Index, **at):
     where = geometry.query_layout(*query.shape[:2], **at, config=index.config)
+    if name == PLAIN:
+        start = where.key_start if at["segment_ids"] is not None else None
+        return indexing.blocks_at(OPS, over_queries, query, key, where.position, start, index)
     tokens = at["kv_len"]
     offset = tokens - query.shape[1] if isinstance(tokens, int) else None
 
@@ -197,12 +195,6 @@ def _on_triton(query, key, *, index: Index, **at):
         return triton_index.blocks(OPS, query, key, position, index, offset)
 
     return foldable(blocks)(query, key, jnp.asarray(where.position, jnp.int32))
-
-
-def _in_chunks(query, key, *, index: Index, **at):
-    where = geometry.query_layout(*query.shape[:2], **at, config=index.config)
-    start = where.key_start if at["segment_ids"] is not None else None
-    return indexing.blocks_at(OPS, over_queries, query, key, where.position, start, index)
 
 
 @any_rank

@@ -296,12 +296,10 @@ def with_indices(name: str, inputs: Inputs):
     """
     from nsa_core.steps import mosaic_decode, triton_decode
 
-    @sequential_vmap
-    def run(*arrays):
-        if name == "mosaic":
-            return tuple(mosaic_decode.attention(OPS, *arrays, scale=inputs.scale))
-        return tuple(triton_decode.attention(OPS, *arrays, scale=inputs.scale))
-
+    step = mosaic_decode if name == "mosaic" else triton_decode
+    run = sequential_vmap(
+        lambda *arrays: tuple(step.attention(OPS, *arrays, scale=inputs.scale))
+    )
     return run(inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths)
 
 

@@ -197,19 +197,15 @@ def _blocks(
         apart and "needs contiguous tensors: pass copies",
     )
     if name == "torch":
-        return _in_chunks(query, key, where, index)
+        seen = None
+        if (offset := where.offset) is not None:
+            seen = lambda end: (offset + end) // index.entry
+        by_chunks = functools.partial(over_queries, seen=seen)
+        start = None if where.cu_seqlens is None else where.key_start
+        return indexing.blocks_at(OPS, by_chunks, query, key, where.position, start, index)
     position = where.position.to(torch.int32).contiguous()
     arrays = query.detach(), key.detach(), position
     return triton_index.blocks(OPS, *arrays, index, where.offset)
-
-
-def _in_chunks(query: Tensor, key: Tensor, where: Geometry, index: Index) -> Tensor:
-    seen = None
-    if (offset := where.offset) is not None:
-        seen = lambda end: (offset + end) // index.entry
-    by_chunks = functools.partial(over_queries, seen=seen)
-    start = None if where.cu_seqlens is None else where.key_start
-    return indexing.blocks_at(OPS, by_chunks, query, key, where.position, start, index)
 
 
 def indexer_kl(

@@ -129,10 +129,8 @@ def paged_attention(
     if key is not None and value is not None:
         given = key, value, page_table, lengths, cu_seqlens_q, params, made_with, slots
         new = checked_tokens(cache, *given)
-    inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
-    max_seqlen_q = paged_layout.longest_row(
-        checks.read, max_seqlen_q, cu_seqlens_q, inputs.capacity
-    )
+    rest = page_table, lengths, cu_seqlens_q, scale, max_seqlen_q
+    inputs, max_seqlen_q = _checked(query, gates, cache, *rest)
     if runs is not None:
         sizes = query.shape[0], cache.config.select_block
         at = map(checks.read, (inputs.cu_seqlens_q, inputs.lengths))
@@ -410,20 +408,23 @@ def explain(
     paged_layout.check_cache(cache)
     if implementation == dispatch.INVARIANT:
         check_invariant(cache, None)
-    inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
-    max_seqlen_q = paged_layout.longest_row(
-        checks.read, max_seqlen_q, cu_seqlens_q, inputs.capacity
-    )
-    return _decide(inputs, max_seqlen_q, implementation).choice
+    rest = page_table, lengths, cu_seqlens_q, None, max_seqlen_q
+    inputs = _checked(query, gates, cache, *rest)
+    return _decide(*inputs, implementation).choice
 
 
-def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
+def _checked(
+    query, gates, cache, page_table, lengths, cu_seqlens_q, scale, max_seqlen_q
+) -> tuple[Inputs, int | None]:
+    """Check the arguments of a call. Also return the maximum number of queries per row."""
     given = {"query": query, "gates": gates, "page_table": page_table, "lengths": lengths}
     given |= checks.present(cu_seqlens_q=cu_seqlens_q)
     checks.tensors(cache.selected_key, "the cache", **given)
     arguments = query, gates, cache, page_table, lengths, cu_seqlens_q, scale
     found = paged_dispatch.checked(OPS, checks.read, cache.own_pages, *arguments)
-    return dataclasses.replace(found, page_table=cache.in_memory(page_table))
+    at = max_seqlen_q, cu_seqlens_q, found.capacity
+    longest = paged_layout.longest_row(checks.read, *at)
+    return dataclasses.replace(found, page_table=cache.in_memory(page_table)), longest
 
 
 def _why_not(name: str, problem: Problem) -> str | None:
