@@ -5,11 +5,8 @@ Mosaic kernels are interpreted, or lowered for a GPU that is not present, they a
 jax-triton calls the Triton kernels.
 """
 
-import contextlib
-import contextvars
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,22 +19,6 @@ from nsa_jax import ffi, jax_problem
 from nsa_jax.numerics import product, put
 
 COMPARISONS = 2**26  # an H100 needs 5 us for this number of elements
-
-# The GPU for which kernels are compiled; None means JAX's first device.
-_posed: contextvars.ContextVar[tuple[int, int] | None]
-_posed = contextvars.ContextVar("posed", default=None)
-
-
-@contextlib.contextmanager
-def compiled_for(capability: tuple[int, int]) -> Iterator[None]:
-    """Make a context in which kernels are compiled for a GPU that need not exist (lowering,
-    tests).
-    """
-    token = _posed.set(capability)
-    try:
-        yield
-    finally:
-        _posed.reset(token)
 
 
 class JaxOps(ArrayOps):
@@ -76,7 +57,7 @@ class JaxOps(ArrayOps):
         return x + zero.astype(x.dtype)
 
     def capability(self, x):
-        found = _posed.get() or jax_problem.capability()
+        found = jax_problem.capability()
         if found is None:
             raise NotImplementedError("JAX's first device must be an NVIDIA GPU")
         return found

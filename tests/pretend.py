@@ -8,6 +8,7 @@ import importlib.metadata
 import pkgutil
 import sys
 import types
+from unittest import mock
 
 import jax
 import torch
@@ -16,7 +17,6 @@ from kernels_pallas.runtime import store
 from kernels_pallas.triton import capability
 from nsa_core import policy
 from nsa_jax import ffi
-from nsa_jax.jax_ops import compiled_for
 from tests.tables import table
 
 
@@ -45,7 +45,7 @@ def jax_gpu(monkeypatch, capability=(9, 0), **answers):
 
 def triton_launches(function, *arrays, capability=(9, 0)):
     """How many kernels JAX would launch, from a program that it lowers for a GPU."""
-    with compiled_for(capability):
+    with mock.patch(ASKED["jax_capability"], lambda: capability):
         lowered = function.trace(*arrays).lower(lowering_platforms=("cuda",))
     return lowered.as_text().count("@triton_kernel_call")
 

@@ -85,20 +85,12 @@ def step_arrays(
     selected = cache.selected_key, cache.selected_value
     found = [query, gates, page_table, lengths, *compressed, *selected, *cache.sliding]
     if is_fp8:
-        keys, values = cache.sources("key"), cache.sources("value")
-        rounded = (
-            values.compressed,
-            keys.selected,
-            values.selected,
-            keys.sliding,
-            values.sliding,
-        )
+        # Compressed keys are not rounded.
+        pairs = zip(cache.sources("key"), cache.sources("value"), strict=True)
+        _, *rounded = itertools.chain(*pairs)
         found += [getattr(cache, f"{name}_scale") for name in rounded]
     if new is not None:
-        key, value = new
-        for branch in ("compressed", "selected", "sliding"):
-            found += [getattr(key, branch), getattr(value, branch)]
-        found += cache.raw
+        found += itertools.chain(*zip(*new, strict=True), cache.raw)
         if is_fp8:
             raw = "raw" if cache.separate else "selected"
             found += [getattr(cache, f"{raw}_{kind}_scale") for kind in ("key", "value")]
