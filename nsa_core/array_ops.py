@@ -187,6 +187,12 @@ class ArrayOps(Protocol):
         """
         ...
 
+    def numbers(self, like: Any, count: int) -> Any:
+        """Return the integers from 0 to `count - 1` in each row of `like` `[B, ..]`, as int32 `[B,
+        count]`.
+        """
+        return self.xp.broadcast_to(self.arange(like, count), (like.shape[0], count))
+
     def cast(self, x: Any, dtype: Any) -> Any:
         """Return `x`, or a copy of `x` in another dtype of `xp`."""
         ...

@@ -113,7 +113,7 @@ def windows_of_chunks(ops: Any, begin: Any, shards: Shards, most: int) -> tuple[
     """
     xp, chunk, chunks, length = ops.xp, shards.chunk, len(shards.order), shards.length
     begin = xp.where(begin < 0, length, begin)
-    ends = xp.broadcast_to(ops.arange(begin, chunks) * chunk, (begin.shape[0], chunks))
+    ends = ops.numbers(begin, chunks) * chunk
     first = ops.to_int32(ops.searchsorted(begin, ends, "left"))  # window of each chunk
     padded = ops.pad_end(begin, 1, most, length)
     slots = [first[:, number, None] + ops.arange(begin, most) for number in shards.own]

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from kernels_pallas.kernel import int32
 from kernels_pallas.specs.tile import ROWS, cdiv
-from nsa_core.array_ops import derived, like
+from nsa_core.array_ops import derived, like, masked
 from nsa_core.config import NSAConfig
 
 
@@ -250,11 +250,10 @@ def sequences_of_segments(ops, segment_ids, capacity: Capacity) -> Sequences:
 
 @derived(lambda ids, *, capacity: [int32(capacity.B, capacity.sequences)] * 5)
 def _sequences_of_segments(ops, ids, *, capacity):
-    xp, shape = ops.xp, (capacity.B, capacity.sequences)
+    xp = ops.xp
     opens = xp.concatenate([ids[:, :1] == ids[:, :1], ids[:, 1:] != ids[:, :-1]], 1)
     runs = xp.cumsum(ops.to_int32(opens), 1)
-    number = xp.broadcast_to(ops.arange(ids, capacity.sequences), shape)
-    start = ops.searchsorted(runs, number + 1, "left")
+    start = ops.searchsorted(runs, ops.numbers(ids, capacity.sequences) + 1, "left")
     end = ops.pad_end(start[:, 1:], 1, 1, capacity.S)
     there = ops.take_rows(ids, start.clip(0, capacity.S - 1)) >= 0
     length = xp.where(there, end - start, 0)
@@ -288,10 +287,8 @@ def _following(ops, start, length, capacity):
 def _tokens(ops, start, length, place, *, capacity):
     config, xp = capacity.config, ops.xp
     block, stride = config.compress_block, config.compress_stride
-    shape = capacity.B, capacity.T
-    key = xp.broadcast_to(capacity.key_of(ops, ops.arange(start, capacity.T)), shape)
-    sequence = _last_before(ops, start, key)
-    key_start, length, place = (ops.take_rows(x, sequence) for x in (start, length, place))
+    key = capacity.key_of(ops, ops.numbers(start, capacity.T))
+    key_start, length, place = _at_last(ops, start, key, start, length, place)
     position = xp.where(key - key_start < length, key - key_start, -1)
     slot = place // stride
     seen = ((position + (1 + stride - block)) // stride).clip(0, None)
@@ -302,47 +299,39 @@ def _tokens(ops, start, length, place, *, capacity):
 
 @derived(lambda *arrays, capacity: [int32(capacity.B, capacity.key_tiles)] * 2)
 def _key_tiles(ops, start, end, place, *, capacity):
-    at = ops.arange(start, capacity.key_tiles) * ROWS
-    at = ops.xp.broadcast_to(at, (capacity.B, capacity.key_tiles))
-    sequence = _last_before(ops, place, at)
-    start, end, place = (ops.take_rows(x, sequence) for x in (start, end, place))
+    at = ops.numbers(start, capacity.key_tiles) * ROWS
+    start, end, place = _at_last(ops, place, at, start, end, place)
     return (start + at - place).clip(0, capacity.S), end
 
 
 @derived(lambda x, at: [like(x, *at.shape, *x.shape[2:])])
 def taken(ops, x, at):
     """Return `x[b, at[b]]`, with zeros if `at` is negative."""
-    found = ops.take_rows(x, at.clip(0, None))
-    return [ops.xp.where((at >= 0).reshape(*at.shape, *[1] * (x.ndim - 2)), found, 0)]
+    return masked(ops.xp, at >= 0, ops.take_rows(x, at.clip(0, None)))
 
 
 @derived(lambda *arrays, capacity: [int32(capacity.B, capacity.S)])
 def _places_of_keys(ops, start, place, *, capacity):
-    key = ops.xp.broadcast_to(ops.arange(start, capacity.S), (capacity.B, capacity.S))
-    sequence = _last_before(ops, start, key)
-    start, place = (ops.take_rows(each, sequence) for each in (start, place))
+    key = ops.numbers(start, capacity.S)
+    start, place = _at_last(ops, start, key, start, place)
     return [place + key - start]
 
 
 @derived(lambda *arrays, capacity: [int32(capacity.B, capacity.slots)])
 def _tokens_of_slots(ops, length, place, window, *, capacity):
-    config, xp = capacity.config, ops.xp
-    slot = xp.broadcast_to(ops.arange(place, capacity.slots), (capacity.B, capacity.slots))
-    sequence = _last_before(ops, place // config.compress_stride, slot)
-    length, place, window = (ops.take_rows(each, sequence) for each in (length, place, window))
-    index = slot - place // config.compress_stride
-    last = index * config.compress_stride + config.compress_block
-    return [xp.where(last <= length, window + index, -1)]
+    config, slot = capacity.config, ops.numbers(place, capacity.slots)
+    first = place // config.compress_stride
+    first, length, window = _at_last(ops, first, slot, first, length, window)
+    last = (slot - first) * config.compress_stride + config.compress_block
+    return [ops.xp.where(last <= length, window + (slot - first), -1)]
 
 
 @derived(lambda *arrays, capacity, count: [int32(capacity.B, count)])
 def _slots_of_tokens(ops, place, window, *, capacity, count):
-    xp, stride = ops.xp, capacity.config.compress_stride
-    token = xp.broadcast_to(ops.arange(place, count), (capacity.B, count))
+    token, stride = ops.numbers(place, count), capacity.config.compress_stride
     exists = token < window[:, -1:]  # the entry of padding
-    sequence = _last_before(ops, window, token)
-    place, window = (ops.take_rows(each, sequence) for each in (place, window))
-    return [xp.where(exists, place // stride + token - window, -1)]
+    place, window = _at_last(ops, window, token, place, window)
+    return [ops.xp.where(exists, place // stride + token - window, -1)]
 
 
 @derived(
@@ -353,16 +342,15 @@ def _query_tiles(ops, start, end, *, capacity, tokens):
     first, end = (capacity.queries_before(x) for x in (start, end))
     tiles = cdiv((end - first).clip(0, None), tokens)
     before = xp.cumsum(tiles, 1, dtype=xp.int32) - tiles
-    at = xp.broadcast_to(ops.arange(start, count), (capacity.B, count))
-    sequence = _last_before(ops, before, at)
-    first, end, before = (ops.take_rows(x, sequence) for x in (first, end, before))
+    at = ops.numbers(start, count)
+    first, end, before = _at_last(ops, before, at, first, end, before)
     first = (first + (at - before) * tokens).clip(0, capacity.T)
     return first, xp.minimum(first + tokens, end)
 
 
-def _last_before(ops, starts, at):
-    """For each number in `at`, find the last entry of `starts` that is at most this number.
-
-    Sequences without keys are never found.
+def _at_last(ops, starts, at, *arrays):
+    """For each number in `at`, find the last entry of `starts` that is at most this number. Return
+    the entries of `arrays` at the same index. Sequences without keys are never found.
     """
-    return (ops.searchsorted(starts, at, "right") - 1).clip(0, None)
+    index = (ops.searchsorted(starts, at, "right") - 1).clip(0, None)
+    return [ops.take_rows(x, index) for x in arrays]

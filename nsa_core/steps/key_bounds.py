@@ -191,10 +191,7 @@ def _aligned(ops, start, first, last, *, count, length, ratio):
     query, the first block of its sequence and the interval of moved keys to which the query
     attends.
     """
-    xp, batch = ops.xp, start.shape[0]
-    source, target = (
-        xp.broadcast_to(ops.arange(start, n), (batch, n)) for n in (count, length)
-    )
+    xp, source, target = ops.xp, ops.numbers(start, count), ops.numbers(start, length)
     # A compressed token belongs to the last of the queries' sequences that starts at or before
     # the token.
     owner = ops.searchsorted(start, source, "right") - 1

@@ -142,8 +142,7 @@ def _edges(ops, first, last, *, tiles: int, keys: int, num_keys: int):
     of the tile. The last two entries are the start and the end of the queries that attend to all
     keys of the tile. The bounds `first` and `last` never decrease along the queries.
     """
-    batch = first.shape[0]
-    begin = ops.xp.broadcast_to(ops.arange(first, tiles) * keys, (batch, tiles))
+    begin = ops.numbers(first, tiles) * keys
     end = (begin + keys).clip(None, num_keys)
     edges = (
         ops.searchsorted(last, begin, "right"),
@@ -236,18 +235,16 @@ def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSiz
     """
     xp, tiles = ops.xp, sizes.tiles
     keys = _chosen_tiles(ops, block_indices, position, key_start, sizes)
-    rows = keys.shape[0]
     few = tiles < 2**15
     keys, order = ops.sort(
         ops.cast(keys, xp.int16) if few else keys
     )  # sorting by an int32 needs half as many passes as sorting by an int64
     order = ops.to_int32(order)  # no name refers to the larger array any more
-    borders = xp.broadcast_to(ops.arange(keys, tiles + 1), (rows, tiles + 1))
-    starts = ops.searchsorted(keys, borders, "left")
+    starts = ops.searchsorted(keys, ops.numbers(keys, tiles + 1), "left")
     items = ((starts[:, 1:] - starts[:, :-1] + SEGMENT - 1) // SEGMENT).clip(1, None)
     ends = xp.cumsum(items, 1, dtype=xp.int32)
-    numbers = xp.broadcast_to(ops.arange(keys, sizes.items), (rows, sizes.items))
-    return order, starts, ends, ops.searchsorted(ends, numbers, "right")
+    tile_of = ops.searchsorted(ends, ops.numbers(keys, sizes.items), "right")
+    return order, starts, ends, tile_of
 
 
 def _chosen_tiles(ops, block_indices, position, key_start, sizes):
