@@ -142,7 +142,7 @@ class KernelPath:
         def run(function, arrays, integers, *gradient):
             qkv, chosen = Qkv(*arrays), [integers["block_indices"]] if indices else []
             params = Params(lengths.layout(qkv.query, integers), config, scale)
-            given = qkv, chosen, *gradient, params
+            given = qkv, chosen, params, *gradient
             return tuple(function(self.steps, JAX_OPS, name, *given))
 
         forward, backward = (

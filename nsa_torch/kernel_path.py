@@ -279,21 +279,22 @@ class KernelPath:
 
     # These kinds run one branch, or only select blocks.
 
-    def _branch(self, branch, ops, query, key, value, *rest):
-        indices, rest = _split(rest, -operators.REST_COUNT)
-        layout = self._layout(ops, query, *rest)
-        given = Qkv(query, key, value), indices, layout.params
-        visible = functools.partial(BRANCHES[branch], layout)
-        return fused.one_branch(self.steps, ops, branch, *given, visible)
+    def _branch(self, branch, ops, *arguments):
+        given = self._of_branch(branch, ops, *arguments)
+        return fused.one_branch(self.steps, ops, branch, *given)
 
     def _branch_backward(self, branch, ops, do, out, lse, *rest):
         dlse, rest = operators.second_gradient(rest, 4 if branch == "selected" else 3)
-        query, key, value, *rest = rest
+        *given, visible = self._of_branch(branch, ops, *rest)
+        given += (out, lse), (do, dlse)
+        return fused.one_branch_backward(self.steps, ops, branch, *given, visible)
+
+    def _of_branch(self, branch, ops, query, key, value, *rest):
+        """Return the arguments of `fused.one_branch` from `qkv` on."""
         indices, rest = _split(rest, -operators.REST_COUNT)
         layout = self._layout(ops, query, *rest)
-        given = Qkv(query, key, value), indices, (out, lse), (do, dlse), layout.params
         visible = functools.partial(BRANCHES[branch], layout)
-        return fused.one_branch_backward(self.steps, ops, branch, *given, visible)
+        return Qkv(query, key, value), indices, layout.params, visible
 
     def _select(self, ops, query, key, *rest):
         layout = self._layout(ops, query, *rest)

@@ -357,7 +357,7 @@ def one_branch(steps, ops, name, qkv, block_indices, params, visible=lambda x: x
 
 
 def one_branch_backward(
-    steps, ops, name, qkv, block_indices, output, cotangents, params, visible=lambda x: x
+    steps, ops, name, qkv, block_indices, params, output, cotangents, visible=lambda x: x
 ):
     """Compute the gradients of query, key and value from the gradients of `output`, `(out, lse)`.
     The gradient of the log-sum-exp may be None.
