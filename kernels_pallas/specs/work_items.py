@@ -210,7 +210,7 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
     # For each 64 keys: the query tiles that attend to at least one of these keys, and the query
     # tiles that attend to all of these keys. The arrays are `[B, tiles, .]`.
     parts = tiles * spec.consumers
-    start = xp.broadcast_to(ops.arange(first, parts) * ROWS, (spec.B, parts))
+    start = ops.numbers(first, parts) * ROWS
     begin = ops.searchsorted(last, start, "right")
     # A tile after all visible keys has no queries. Without this condition `begin` could be the
     # last query tile.

@@ -16,6 +16,11 @@ BYTES = {"bool": 1, "int8": 1, "uint8": 1, "bfloat16": 2, "float16": 2, "int16":
 }
 
 
+def _bytes(array: Any) -> int:
+    """Return the number of bytes of a `Buffer` or a `View`."""
+    return math.prod(array.shape) * BYTES[array.dtype]
+
+
 class Memory(enum.Enum):
     """The kind of memory of a buffer.
 
@@ -48,9 +53,7 @@ class Buffer(NamedTuple):
     memory: Memory
     offset: int = 0
 
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * BYTES[self.dtype]
+    bytes = property(_bytes)
 
 
 class View(NamedTuple):
@@ -66,9 +69,7 @@ class View(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
 
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * BYTES[self.dtype]
+    bytes = property(_bytes)
 
     def reshape(self, *shape: Any) -> "View":
         """Return a view of the same memory in another shape of the same size. One number of the

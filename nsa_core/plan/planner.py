@@ -367,8 +367,7 @@ def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:
 def _view_at(x: View, index: Slices) -> View | None:
     """Return the view `x[index]` if it is stored in row-major order and kernels can read it,
     otherwise None."""
-    bounds = [each.indices(size)[:2] for each, size in zip(index, x.shape, strict=False)]
-    shape = [end - start for start, end in bounds] + list(x.shape[len(bounds) :])
+    bounds, shape = _cut_to(x, index)
     cut = [i for i, size in enumerate(x.shape) if shape[i] != size]
     start = sum(at * math.prod(x.shape[i + 1 :]) for i, (at, _) in enumerate(bounds))
     offset = x.offset + start * BYTES[x.dtype]
@@ -396,13 +395,13 @@ def _rows_in(rows: View, shape: Sequence[int]) -> tuple[View, ...]:
 # Derived steps
 
 
-def _cut_shape(x, *, index):
-    bounds = (each.indices(n) for each, n in zip(index, x.shape, strict=False))
-    shape = [end - start for start, end, _ in bounds]
-    return [like(x, *shape, *x.shape[len(shape) :])]
+def _cut_to(x, index: Slices) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return the begin and the end of each slice of `x[index]`, and the shape of `x[index]`."""
+    bounds = [each.indices(size)[:2] for each, size in zip(index, x.shape, strict=False)]
+    return bounds, [end - start for start, end in bounds] + [*x.shape[len(bounds) :]]
 
 
-@derived(_cut_shape)
+@derived(lambda x, *, index: [like(x, *_cut_to(x, index)[1])])
 def _cut(ops, x, *, index):
     return [x[index]]
 

@@ -42,7 +42,7 @@ from nsa_core.steps.params import Interval, LaterDq, Params, Qkv, RowResiduals
 from nsa_core.varlen import Capacity
 
 
-class NumpyOps:
+class NumpyOps(ArrayOps):
     """The operations of `nsa_core.array_ops.ArrayOps` that compute the bounds and the work items of
     intervals. During tracing, `NumpyOps` applies the operations to NumPy arrays, for results
     that depend only on sizes.
@@ -50,14 +50,11 @@ class NumpyOps:
 
     xp: Any = np
 
-    def derive(self, function, *arrays, **static):
-        return function(self, *arrays, **static)
-
     def arange(self, like, count):
         return np.arange(count, dtype=np.int32)[None]
 
-    def to_int32(self, x):
-        return np.asarray(x, np.int32)
+    def cast(self, x, dtype):
+        return np.asarray(x, dtype)
 
     def searchsorted(self, rows, values, side):
         pairs = zip(rows, values, strict=True)
