@@ -59,9 +59,7 @@ class Problem(NamedTuple):
     packed: bool
     config: NSAConfig
     capability: tuple[int, int] | None = None  # of the GPU, e.g. (9, 0)
-    strided: str | None = (
-        None  # the tensor that needs another memory layout, and the required layout, as text
-    )
+    strided: str | None = None  # why kernels do not support the memory layout of a tensor
     device: str | None = None  # the driver's name of the GPU
     requires_grad: bool = False  # whether a backward pass may follow
     cached: bool = False  # whether the keys are a cache, whose lengths are on the device

@@ -154,11 +154,11 @@ def attend(
     compressed,
     *,
     config,
-    block_indices,
     kv_len,
-    segment_ids,
     scale,
     implementation,
+    block_indices=None,
+    segment_ids=None,
     recompute=False,
     assume_finite=False,
 ):

@@ -192,9 +192,7 @@ def cached_attention(
         gates,
         (cache.compressed_key[:, first:], cache.compressed_value[:, first:]),
         config=config,
-        block_indices=None,
         kv_len=cache.length,
-        segment_ids=None,
         scale=scale,
         implementation=implementation,
     )

@@ -334,9 +334,7 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
         gates,
         compressed,
         config=config,
-        block_indices=None,
         kv_len=lengths,
-        segment_ids=None,
         scale=inputs.scale,
         implementation=implementation,
     )

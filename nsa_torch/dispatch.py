@@ -93,7 +93,7 @@ def mosaic_why_not(problem: Problem) -> str | None:
         sizes = problem.H, problem.Hkv, problem.D, problem.Dv
         if not on_disk(*sizes, problem.dtype, problem.config):
             return COMPILER
-    return problem.strided and f"needs {problem.strided}"
+    return problem.strided
 
 
 def invariant_why_not(problem: Problem) -> str | None:
@@ -116,7 +116,7 @@ def triton_why_not(problem: Problem) -> str | None:
     or None.
     """
     reason = kernels_pallas.why_not("triton", problem)
-    return reason or (problem.strided and f"needs {problem.strided}")
+    return reason or problem.strided
 
 
 def _table(step: str) -> tuple[Implementation, ...]:
@@ -265,18 +265,16 @@ def problem_of(device, dtype, sizes, numbers, flags, strided) -> Problem:
 
 
 def _strided(memory) -> str | None:
-    """Return the memory layout that kernels need and that a tensor lacks, or None. The returned
-    text follows the word "needs" in a message.
-    """
+    """Return the reason why kernels do not support the memory layout of a tensor, or None."""
     for name, x in memory.items():
         if not x.is_contiguous():
-            return f"{name} contiguous, got strides {tuple(x.stride())}; pass a copy"
+            return f"needs {name} contiguous, got strides {tuple(x.stride())}; pass a copy"
         if torch.compiler.is_compiling():
             continue  # alignment is not known here; unaligned tensors are copied (`readable`)
         start = x.storage_offset() * x.itemsize
         if start % ALIGNMENT:
             return (
-                f"{name} to start at a multiple of {ALIGNMENT} bytes, got byte {start} of its "
-                "storage; pass a clone"
+                f"needs {name} to start at a multiple of {ALIGNMENT} bytes, got byte {start} of "
+                "its storage; pass a clone"
             )
     return None

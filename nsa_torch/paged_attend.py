@@ -432,7 +432,7 @@ def _why_not(name: str, problem: Problem) -> str | None:
     if reason is None and name == "mosaic" and problem.platform == "cuda":
         there = loaded.can_build() or loaded.on_disk(mosaic_decode.kernel_of(problem))
         reason = None if there else f"{dispatch.COMPILER} --decode"
-    return reason or (problem.strided and f"needs {problem.strided}")
+    return reason or problem.strided
 
 
 REGISTRY = paged_dispatch.registry("torch", _why_not)
