@@ -26,13 +26,14 @@ def config_of(block_size: int, entries: int) -> NSAConfig:
     return NSAConfig(block_size, block_size, block_size, entries, 0, 0, 0)
 
 
-def parts_of(block_size: int, entries: int) -> int:
+def split(block_size: int, entries: int) -> tuple[int, NSAConfig]:
     """Return the number of parts into which kernels split each block, for lists of `entries`
-    blocks.
+    blocks. Also return a config for attention to the listed parts.
     """
     fit = [x for x in WHOLE_BLOCKS if block_size % x == 0]
-    parts = [block_size // x for x in fit if entries * block_size // x <= MAX_ENTRIES]
-    return parts[0] if parts else 1
+    found = [block_size // x for x in fit if entries * block_size // x <= MAX_ENTRIES]
+    parts = found[0] if found else 1
+    return parts, config_of(block_size // parts, entries * parts)
 
 
 def within(block_size: int, keys: int) -> int:
@@ -130,6 +131,7 @@ def refuse_repeated(indices: np.ndarray) -> None:
 
 
 def check_paged(
+    ops: ArrayOps,
     read: Callable[[Any], Any],
     query,
     key_pages,
@@ -162,7 +164,11 @@ def check_paged(
     lists("block_indices", block_indices, (count,), heads, kv_heads)
     validate.scaling(scale)
     paged_layout.check_tables(read, "query", count, paged, pool, page)
-    return within(block_size, paged[0].shape[1] * page)
+    block_size = within(block_size, paged[0].shape[1] * page)
+    if not any(read(x) is None for x in (block_indices, paged[1])):
+        found, _ = paged_lists(ops, block_indices, paged, page, block_size, include)
+        refuse_repeated(read(found))
+    return block_size
 
 
 def paged_keys(ops: ArrayOps, lists, tokens, page_table, pages, block_size: int):

@@ -370,24 +370,22 @@ def sizes(least: int = 1, /, **values: int) -> None:
             raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
 
 
-def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
-    """Check that the contents of the cache fit `config`, and return `config`. `config` defaults
-    to the config of the cache.
+def cached(query, key, value, cache, config, compress_params, scale) -> NSAConfig:
+    """Check that new tokens `[B, T, Hkv, .]` of each branch fit a cache of either framework, and
+    that its contents fit `config`. Return `config`, which defaults to the config of the cache.
     """
     if not hasattr(cache, "length"):
         raise ValueError(f"cache must be a result of init_cache, got {type(cache).__name__}")
     if config is None:
-        return cache.config
-    configuration(config)
-    in_dtype_of_query(config, "a cache")
-    names = "compress_block", "compress_stride"
-    ours, theirs = ([(x, getattr(each, x)) for x in names] for each in (config, cache.config))
-    Contents(theirs).with_facts(ours)
-    return config
-
-
-def cached(query, key, value, cache, config, compress_params, scale) -> None:
-    """Check that new tokens `[B, T, Hkv, .]` of each branch fit a cache of either framework."""
+        config = cache.config
+    else:
+        configuration(config)
+        in_dtype_of_query(config, "a cache")
+        names = "compress_block", "compress_stride"
+        ours, theirs = (
+            [(x, getattr(each, x)) for x in names] for each in (config, cache.config)
+        )
+        Contents(theirs).with_facts(ours)
     kept = cache.selected_key
     for *names, k, v in named(key, value):
         attention(query, k, v, config, None, scale, *names)
@@ -409,3 +407,4 @@ def cached(query, key, value, cache, config, compress_params, scale) -> None:
             "Branches; init_cache(separate=True) makes a cache with keys and values per branch"
         )
     phi_pair(compress_params, key.compressed, value.compressed, config, "compress_params")
+    return config

@@ -136,13 +136,12 @@ def block_attention(
         block_indices = block_lists.with_tail(jnp, block_indices, position, block_size)
         entries += 1
     checks.distinct(block_indices)
-    parts = block_lists.parts_of(block_size, entries)
+    parts, config = block_lists.split(block_size, entries)
     sizes = {"parts": parts, "keys": keys, "block_size": block_size, "kv_heads": kv_heads}
     found = compiled(_for_kernels)(block_indices, **sizes)
     repeats = found.shape[2] // kv_heads
     if repeats > 1:
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-    config = block_lists.config_of(block_size // parts, entries * parts)
     about = query, key, value.shape[-1], config, segment_ids, implementation, "selected"
     where = {"config": config, "kv_len": kv_len, "segment_ids": segment_ids, "scale": scale}
     out, lse = function_of(choices_of(*about).selected)(query, key, value, found, **where)
@@ -226,10 +225,7 @@ def paged_block_attention(
         cu_seqlens_q = jnp.asarray(cu_seqlens_q)
     paged = Paged(page_table, lengths, cu_seqlens_q)
     how = block_size, include, scale
-    block_size = block_lists.check_paged(checks.read, *arrays, paged, *how)
-    if all(map(checks.is_read, (block_indices, lengths))):
-        at = paged, key_pages.shape[1], block_size, include
-        checks.distinct(block_lists.paged_lists(OPS, block_indices, *at)[0])
+    block_size = block_lists.check_paged(OPS, checks.read, *arrays, paged, *how)
     of = capability(), *arrays, block_size, include
     name = runs_on(implementation, query, triton_paged_blocks.why_not(*of))
     run = compiled(_paged_on_triton if name == "triton" else _paged)

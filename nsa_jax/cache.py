@@ -170,8 +170,7 @@ def cached_attention(
     """
     key, value = map(Branches.each, (key, value))
     gates = validate.gates(gates, query)
-    config = validate.cache_config(cache, config)
-    validate.cached(query, key, value, cache, config, compress_params, scale)
+    config = validate.cached(query, key, value, cache, config, compress_params, scale)
     facts = facts_of(compress_params, made_with)
     contents, mixed = known_contents(cache.contents, facts, lambda: cache.length)
     longest = query.shape[1]

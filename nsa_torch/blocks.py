@@ -102,13 +102,12 @@ def block_attention(
         block_indices = block_lists.with_tail(torch, block_indices, position, block_size)
         entries += 1
     checks.distinct(block_indices)
-    parts = block_lists.parts_of(block_size, entries)
+    parts, config = block_lists.split(block_size, entries)
     sizes = key.shape[1], block_size, kv_heads
     found = block_lists.for_kernels(OPS, block_indices, parts, *sizes)
     repeats = found.shape[2] // kv_heads
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
-    config = block_lists.config_of(block_size // parts, entries * parts)
     memory = {"query": query, "key": key, "value": value}
     place = config, kv_len, cu_seqlens, scale
     out, lse = one_step("selected", implementation, memory, *place, found)
@@ -184,10 +183,7 @@ def paged_block_attention(
     arrays = query, key_pages, value_pages, block_indices
     paged = Paged(page_table, lengths, cu_seqlens_q)
     how = block_size, include, scale
-    block_size = block_lists.check_paged(checks.read, *arrays, paged, *how)
-    if checks.is_read(block_indices):
-        at = paged, key_pages.shape[1], block_size, include
-        checks.distinct(block_lists.paged_lists(OPS, block_indices, *at)[0])
+    block_size = block_lists.check_paged(OPS, checks.read, *arrays, paged, *how)
     refuse_transforms(query, key_pages, value_pages)
     if requires_grad(query, key_pages, value_pages):
         raise NotImplementedError(
