@@ -4,7 +4,7 @@ any dtype.
 Queries are processed in chunks. A chunk attends to a prefix of the compressed tokens, to a band
 of the sliding keys, or to the gathered blocks of its selection. A boolean mask is computed from
 positions. SDPA does not return the log-sum-exp. If `with_lse` is true, a second product `q . k`
-computes the log-sum-exp. On a CPU the plain formula (`_plain`) replaces SDPA for every dtype
+computes the log-sum-exp. On a CPU the plain formula replaces SDPA for every dtype
 except bfloat16. The plain formula needs no second product.
 """
 
@@ -173,50 +173,35 @@ def attend_rows(query, key, value, seen, scale, with_lse) -> tuple[Any, Any]:
     """Compute attention of queries `[N, Hkv, R, D]` to keys `[N, Hkv, K, D]`. The mask `seen`
     is broadcast to `[N, Hkv, R, K]`.
     """
-    empty = ~seen.any(dim=-1, keepdim=True)
-    query = query.masked_fill(empty, 0)
-    if query.device.type == "cpu" and query.dtype is not torch.bfloat16:
-        dtype, lossless = query.dtype, wide(query.dtype)
-        query, key, value = (x.to(lossless) for x in (query, key, value))
-        out, lse = _plain(query, key, value, seen, empty, scale, with_lse)
-        return out.to(dtype), lse
-    # SDPA returns NaN for a row without keys. Such a row therefore attends to all keys here, and
-    # its result is replaced afterwards.
-    mask = (seen | empty).expand(*query.shape[:1], -1, query.shape[2], -1)
-    with sdpa_kernel(BACKENDS):
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    given, dtype, empty = query.dtype, wide(query.dtype), ~seen.any(dim=-1, keepdim=True)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, logits = query.masked_fill(empty, 0), None
+    if query.device.type == "cpu" and given is not torch.bfloat16:
+        # SDPA adds -inf to masked logits, which turns a masked NaN or infinity into NaN. On a CPU,
+        # the flash kernel of SDPA uses a 20-bit exponential, which doubles the error of float32
+        # gradients. The flash kernel also stores the gradients of float16 probabilities in float16,
+        # in which these gradients overflow under a loss scale. Chunks are so small that the plain
+        # formula needs little memory.
+        logits = _logits(query.to(dtype), key.to(dtype), seen, empty, scale)
+        out = (logits.softmax(dim=-1).masked_fill(~seen, 0) @ value.to(dtype)).to(given)
+    else:
+        # SDPA returns NaN for a row without keys. Such a row therefore attends to all keys here,
+        # and its result is replaced afterwards.
+        mask = (seen | empty).expand(*query.shape[:1], -1, query.shape[2], -1)
+        with sdpa_kernel(BACKENDS):
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     out = out.masked_fill(empty, 0)
     if not with_lse:
         return out, None
-    dtype = wide(query.dtype)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    logits = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
-    logits = logits.masked_fill_(~seen, float("-inf")).masked_fill_(empty, 0)
-    return out, _logsumexp(logits, empty)
+    if logits is None:
+        logits = _logits(query.to(dtype), key.to(dtype), seen, empty, scale)
+    return out, logits.logsumexp(dim=-1).masked_fill(empty[..., 0], float("-inf"))
 
 
-def _plain(query, key, value, seen, empty, scale, with_lse):
-    """Compute attention by its plain formula. The mask sets masked logits to -inf.
-
-    SDPA adds -inf to masked logits, which turns a masked NaN or infinity into NaN. On a CPU, the
-    flash kernel of SDPA uses a 20-bit exponential, which doubles the error of float32 gradients.
-    The flash kernel also stores the gradients of float16 probabilities in float16, in which these
-    gradients overflow under a loss scale. Chunks are so small that the plain
-    formula needs little memory.
+def _logits(query, key, seen, empty, scale):
+    """Compute logits, which are -inf where the mask `seen` is False. The logits of `empty` rows are
+    finite, since the gradient that torch computes for a log-sum-exp of -inf is NaN.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits = (query * scale) @ key.transpose(-1, -2)
     unseen = torch.where(empty, 0.0, float("-inf")).to(logits.dtype)
-    logits = torch.where(seen, logits, unseen)
-    out = logits.softmax(dim=-1).masked_fill(~seen, 0) @ value
-    out = out.masked_fill(empty, 0)
-    if not with_lse:
-        return out, None
-    return out, _logsumexp(logits, empty)
-
-
-def _logsumexp(logits, empty):
-    """Compute the log-sum-exp, and set the log-sum-exp of `empty` rows to -inf. The logits of empty
-    rows must be finite, since the gradient that torch computes for a log-sum-exp of -inf is NaN.
-    """
-    return logits.logsumexp(dim=-1).masked_fill(empty[..., 0], float("-inf"))
+    return torch.where(seen, logits, unseen)
