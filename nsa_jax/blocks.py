@@ -228,28 +228,26 @@ def paged_block_attention(
     block_size = block_lists.check_paged(OPS, checks.read, *arrays, paged, *how)
     of = capability(), *arrays, block_size, include
     name = runs_on(implementation, query, triton_paged_blocks.why_not(*of))
-    run = compiled(_paged_on_triton if name == "triton" else _paged)
     no_gradient = (
         "paged_block_attention has no gradient; pass jax.lax.stop_gradient of the arrays"
     )
     query, *pages = refuse_derivatives(no_gradient, arrays[:3])
-    options = {"block_size": block_size, "include": include, "scale": scale}
-    found = run(query, tuple(pages), block_indices, paged, **options)
+    options = {"name": name, "block_size": block_size, "include": include, "scale": scale}
+    found = compiled(_paged)(query, tuple(pages), block_indices, paged, **options)
     return found if return_residual else found[0]
 
 
-def _paged_on_triton(query, pages, block_indices, paged: Paged, *, block_size, include, scale):
-    def run(query, pages, *arrays):
-        given = query, *pages, *arrays, block_size, include, scale
-        return tuple(triton_paged_blocks.attention(OPS, *given))
+def _paged(query, pages, lists, paged: Paged, *, name: str, block_size, include, scale):
+    how = block_size, include, scale
 
-    return sequential_vmap(run)(query, pages, block_indices, paged)
-
-
-def _paged(query, pages, block_indices, paged: Paged, **how):
     def attend(query, keys, values, seen, scale):
         probs, lse = softmax(logits_of("tlgd,tlsd->tlgs", query, keys, scale), seen)
         return weighted("tlgs,tlsd->tlgd", probs, values).astype(query.dtype), lse
 
-    by = OPS, over_queries, attend, query, pages[0], pages[1]
-    return block_lists.attention_to_pages(*by, block_indices, paged, **how)
+    def on_triton(query, pages, *arrays):
+        return tuple(triton_paged_blocks.attention(OPS, query, *pages, *arrays, *how))
+
+    if name == "triton":
+        return sequential_vmap(on_triton)(query, pages, lists, paged)
+    by = OPS, over_queries, attend, query, *pages
+    return block_lists.attention_to_pages(*by, lists, paged, *how)

@@ -271,30 +271,37 @@ def indexer_kl(
         *(implementation, query, segment_ids is not None and "does not support packed rows"),
         triton_index.loss_why_not(query, key, index_query, block_indices, teacher.block),
     )
-    run = compiled(_loss_on_triton if name == "triton" else _loss)
-    return run(*given, teacher=teacher, kv_len=kv_len, segment_ids=segment_ids)
+    at = {"kv_len": kv_len, "segment_ids": segment_ids}
+    return compiled(_loss)(*given, name=name, teacher=teacher, **at)
 
 
-def _placed(query, key, index_query, index_key, block: int, kv_len, segment_ids):
-    """Return the positions of queries, and the index queries and index keys with zeros in place
-    of padding. Without the zeros, a NaN in padding would spread, since the gradient of index
-    queries is a product with index keys, and vice versa.
-    """
-    at = {"kv_len": key.shape[1] if kv_len is None else kv_len, "segment_ids": segment_ids}
-    where = geometry.layout_of(query, 0, block_lists.config_of(block, 1), **at)
-    (index_query,) = zero_padding(jnp, where, index_query)
-    return where, index_query, geometry.without_padding(index_key, **at)
-
-
-def _loss_on_triton(
-    query, key, lse, index_query, index_key, block_indices, *, teacher: Teacher, **at
+def _loss(
+    query,
+    key,
+    lse,
+    index_query,
+    index_key,
+    block_indices,
+    *,
+    name: str,
+    teacher: Teacher,
+    kv_len,
+    segment_ids,
 ):
-    block, indexer = teacher.block, (index_query, index_key)
-    where, *indexer = _placed(query, key, *indexer, block, **at)
-    lists = triton_index.lists_for(OPS, block_indices, index_query, key.shape[1], block)
+    at = {"kv_len": key.shape[1] if kv_len is None else kv_len, "segment_ids": segment_ids}
+    where = geometry.layout_of(query, 0, block_lists.config_of(teacher.block, 1), **at)
+    # Index queries and index keys have zeros in place of padding. Without the zeros, a NaN in
+    # padding would spread, since the gradient of index queries is a product with index keys, and
+    # vice versa.
+    indexer = *zero_padding(jnp, where, index_query), geometry.without_padding(index_key, **at)
+    frozen = lax.stop_gradient((query, key, lse))
+    if name == PLAIN:
+        found = indexing.loss_of(OPS, teacher, *frozen, block_indices, where, *indexer)
+        return over_queries(*found[1:])
+    lists = triton_index.lists_for(OPS, block_indices, index_query, key.shape[1], teacher.block)
     position = jnp.asarray(where.position, jnp.int32)
-    frozen = lax.stop_gradient((query, key, jnp.asarray(lse, jnp.float32)))
-    return _kernel_loss(teacher, lists, position, *frozen, *indexer)
+    lse = jnp.asarray(frozen[2], jnp.float32)
+    return _kernel_loss(teacher, lists, position, *frozen[:2], lse, *indexer)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -318,10 +325,3 @@ def _kernel_loss_backward(teacher, residuals, grad):
 
 
 _kernel_loss.defvjp(_kernel_loss_forward, _kernel_loss_backward)
-
-
-def _loss(query, key, lse, index_query, index_key, block_indices, *, teacher: Teacher, **at):
-    where, *indexer = _placed(query, key, index_query, index_key, teacher.block, **at)
-    frozen = lax.stop_gradient((query, key, lse))
-    found = indexing.loss_of(OPS, teacher, *frozen, block_indices, where, *indexer)
-    return over_queries(*found[1:])

@@ -157,7 +157,6 @@ def compressed_attention(
     row_of, query_of, key_of, *bounds = _once(
         classes, "compressed", sizes, kv_len, cu_seqlens, query.device
     )
-    _check_sequences(bounds[0].numel() - 1)
     key, value = (_Gather.apply(x, key_of, None) for x in (compressed_key, compressed_value))
     out, lse = _call(
         _Gather.apply(query.flatten(0, 1)[None], query_of, row_of),
@@ -202,7 +201,6 @@ def sliding_attention(
         cu_seqlens,
         device,
     )
-    _check_sequences(bounds[0].numel() - 1)
     out, lse = _call(
         query.flatten(0, 1),
         key.flatten(0, 1),
@@ -316,6 +314,11 @@ def _once(make, branch, sizes, kv_len, cu_seqlens, device):
 
 def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=None):
     """Run `varlen` with values of any width. A row without keys has a log-sum-exp of -inf."""
+    if (number := bounds[0].numel() - 1) > MAX_SEQUENCES:
+        raise NotImplementedError(
+            f"fa2 supports at most {MAX_SEQUENCES} sequences per call, got {number}; in the "
+            "compressed branch each sequence counts compress_stride times"
+        )
     width, value_width = query.shape[-1], value.shape[-1]
     scale = width**-0.5 if scale is None else scale
     common = max(width, value_width)
@@ -332,14 +335,6 @@ def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=
         tied = _traced_lse if torch.compiler.is_compiling() else _WithoutGradient.apply
         lse = tied(query, lse)
     return once(out)[..., :value_width], lse
-
-
-def _check_sequences(number: int) -> None:
-    if number > MAX_SEQUENCES:
-        raise NotImplementedError(
-            f"fa2 supports at most {MAX_SEQUENCES} sequences per call, got {number}; in the "
-            "compressed branch each sequence counts compress_stride times"
-        )
 
 
 class _WithoutGradient(torch.autograd.Function):

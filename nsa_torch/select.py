@@ -17,7 +17,7 @@ from nsa_core import selection
 from nsa_core.config import NSAConfig
 from nsa_torch import operators
 from nsa_torch.chunks import chunks, wide
-from nsa_torch.geometry import Geometry, geometry_of
+from nsa_torch.geometry import geometry_of
 from nsa_torch.plain import as_given
 from nsa_torch.torch_ops import TORCH_OPS
 
@@ -46,10 +46,15 @@ def blocks_by(
     are the scores `[B, Q, Hkv, N]`, the query's own blocks `[B, Q, 1]`, and a function that
     returns the logarithms of the scores.
     """
-    where, num_blocks = _where(query, compressed_key, config, kv_len, cu_seqlens)
-    shape = *query.shape[:2], compressed_key.shape[2], config.num_selected
+    where = geometry_of(query, config, kv_len, cu_seqlens)
+    (batch, length, heads, _), (count, kv_heads) = query.shape, compressed_key.shape[1:3]
+    longest = kv_len
+    if where.offset is None:
+        longest = count * config.compress_stride + config.compress_block - 1
+    num_blocks = config.num_blocks(longest)
+    shape = batch, length, kv_heads, config.num_selected
     indices = query.new_empty(shape, dtype=torch.int32)
-    for part in _parts(query, compressed_key):
+    for part in chunks(length, batch * heads * max(count, 1) * 4):
         arguments = query, compressed_key, where, part, num_blocks, config, scale
         own = where.position[:, part, None].div(config.select_block, rounding_mode="floor")
         with as_given(query):
@@ -65,20 +70,6 @@ select_blocks = operators.step_of_kind("select_blocks/sdpa")
 
 select_from_scores = functools.partial(selection.choose, TORCH_OPS)
 map_to_blocks = functools.partial(selection.map_to_blocks, TORCH_OPS)
-
-
-def _where(query, compressed_key, config, kv_len, cu_seqlens) -> tuple[Geometry, int]:
-    where = geometry_of(query, config, kv_len, cu_seqlens)
-    longest = kv_len
-    if where.offset is None:
-        stride, block = config.compress_stride, config.compress_block
-        longest = compressed_key.shape[1] * stride + block - 1
-    return where, config.num_blocks(longest)
-
-
-def _parts(query, compressed_key):
-    batch, length, heads, _ = query.shape
-    return chunks(length, batch * heads * max(compressed_key.shape[1], 1) * 4)
 
 
 def _scores(query, compressed_key, where, part, num_blocks, config, scale, log=False):
