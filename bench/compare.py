@@ -107,7 +107,7 @@ def side_by_side(lengths: Sequence[int]) -> int:
     the worst exit status. All records are in `compare.jsonl`. The other files of a length are in a
     folder of this length.
     """
-    lines, statuses = command.new_file(FLAGS.out, "compare.jsonl"), []
+    lines, statuses = command.new_folder(FLAGS.out) / "compare.jsonl", []
     for _, status, done in turns.of_lengths("seq_len", lengths, lines, FLAGS.framework):
         statuses.append(status)
         save(done)
@@ -190,7 +190,7 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
     """Measure the jobs of each mode. Write a line after each job, and then a table and a plot.
     Return the exit status.
     """
-    lines = command.new_file(FLAGS.out, "compare.jsonl")
+    lines = command.new_folder(FLAGS.out) / "compare.jsonl"
     folder, inputs = lines.parent, problems.make(settings, FLAGS.input, FLAGS.seed)
     how: dict[str, Any] = {"seconds": FLAGS.row_seconds}
     rows, measured = judged_rows(plans, settings, inputs), []

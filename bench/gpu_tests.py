@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
             f"--gpus must be at most the number of GPUs, {torch.cuda.device_count()}, got "
             f"{FLAGS.gpus}"
         )
-    folder = command.new_file(FLAGS.out, "tests.json").parent
+    folder = command.new_folder(FLAGS.out)
     device = torch.cuda.get_device_name()
     start = time.monotonic()
     status, found = suite.run(folder, pytest_arguments())

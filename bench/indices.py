@@ -84,7 +84,7 @@ def judge(runner, implementation, inputs, wanted, config) -> tuple[Values, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    lines = command.new_file(FLAGS.out, "indices.jsonl") if FLAGS.out else None
+    lines = command.new_folder(FLAGS.out) / "indices.jsonl" if FLAGS.out else None
     runners, gpu = started(FLAGS.framework)
     given = {"seq_len": FLAGS.seq_len, "batch": FLAGS.batch, "precision": FLAGS.dtype}
     settings = problems.settings(FLAGS.config or ("paper" if gpu else "tiny"), given)

@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
         raise NotImplementedError("a Hopper GPU is needed")
     if not shutil.which(SANITIZER):
         raise NotImplementedError(f"{SANITIZER} of the CUDA toolkit must be on PATH")
-    lines = command.new_file(FLAGS.out, "memory_check.jsonl")
+    lines = command.new_folder(FLAGS.out) / "memory_check.jsonl"
     lines.parent.mkdir(parents=True, exist_ok=True)
     device: Values = {"device": torch.cuda.get_device_name()}
     rows = check(layers, [*dict.fromkeys(FLAGS.tool)], lines.parent)

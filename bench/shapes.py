@@ -80,8 +80,7 @@ def words_of(name: str, source: str, folder: Path) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     shapes = cli.chosen(FLAGS.only, SHAPES)
-    lines = command.new_file(FLAGS.out, "compare.jsonl")
-    folder, statuses, kept = lines.parent, [], []
+    folder, statuses, kept = command.new_folder(FLAGS.out), [], []
     folder.mkdir(parents=True, exist_ok=True)
     commands = {
         f"{name}, {source}": words_of(name, source, folder)
@@ -90,7 +89,9 @@ def main(argv: Sequence[str]) -> int:
     }
     with tempfile.TemporaryDirectory() as compiled:
         environment = ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": compiled}
-        found = turns.measured(commands, lines, environment, at_once=FLAGS.at_once)
+        found = turns.measured(
+            commands, folder / "compare.jsonl", environment, at_once=FLAGS.at_once
+        )
         for row, status, done in found:
             statuses.append(status)
             kept += [(row, record) for record in done]

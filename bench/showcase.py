@@ -52,9 +52,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"modes must be in {variants.RANGES}, got {mode!r}")
     for length in lengths:  # this reports an invalid file before anything runs
         config_file.read(_config(length), FLAGS.set)
-    folder = command.folder(FLAGS.out)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} has files; --out must name a new folder")
+    folder = command.new_folder(FLAGS.out)
     folder.mkdir(parents=True, exist_ok=True)
     rows, speeds = list[Values](), list[log.Speed]()
     for length, mode in itertools.product(lengths, FLAGS.modes):

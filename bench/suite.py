@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 ALLOWED = config_files.FOLDER / "oneshot" / "skips.yaml"
 FLAGS = cli.define(
     flags.FlagValues(),
-    out=(str, "Folder for junit.xml and tests.json, which must not exist."),
+    out=(str, "New folder for junit.xml and tests.json."),
     skips=(str(ALLOWED), "File with the allowed reasons for skipped tests."),
 )
 
@@ -123,11 +123,9 @@ def run(
 
 
 def main(argv: Sequence[str]) -> int:
-    if FLAGS.out is None:
-        raise app.UsageError("--out must name a new folder")
+    if FLAGS.out is None or any(Path(FLAGS.out).glob("*")):
+        raise app.UsageError(f"--out must name a new folder, got {FLAGS.out}")
     folder = Path(FLAGS.out).absolute()
-    if (junit := folder / "junit.xml").exists():
-        raise app.UsageError(f"--out must name a new folder, {junit} exists")
     try:
         status, found = run(folder, argv[1:], FLAGS.skips)
     except (OSError, ValueError) as error:

@@ -162,15 +162,15 @@ def folder(out: str | None) -> Path:
     return Path(out) if out else records.FOLDER.with_name("results") / stamp
 
 
-def new_file(out: str | None, name: str) -> Path:
-    """Return the file of this name in `folder(out)`.
+def new_folder(out: str | None) -> Path:
+    """Return `folder(out)`.
 
     Raises:
-      ValueError: the file exists.
+      ValueError: The folder contains files, or is a file.
     """
-    path = folder(out) / name
-    if path.exists():
-        raise ValueError(f"{path} exists; --out must name a new folder")
+    path = folder(out)
+    if path.is_file() or any(path.glob("*")):
+        raise ValueError(f"{path} has files; --out must name a new folder")
     return path
 
 

@@ -410,6 +410,10 @@ def setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def integers(text: str) -> list[int]:
+    return [int(x) for x in text.split(",") if x]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return the exit status: 0, or 1 if `--check` finds a difference, or 2 if
     nothing was converted.
@@ -428,7 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"NAME=VALUE pairs for any of {', '.join(SETTABLE)}",
     )  # fmt: skip
     add(
-        "--dense_layers", type=lambda text: [int(x) for x in text.split(",") if x], default=[],
+        "--dense_layers", type=integers, default=[],
         help="comma-separated indices of layers that keep dense attention, such as 0,1",
     )  # fmt: skip
     add("--dtype", choices=WORDS, help="dtype of the written weights; default: that of SOURCE")
