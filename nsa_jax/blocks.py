@@ -16,7 +16,7 @@ from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry
 from nsa_jax.api import Name, OutLse, choices_of, function_of
 from nsa_jax.chunks import over_queries
-from nsa_jax.eager import any_rank, compiled, foldable, refuse_derivatives
+from nsa_jax.eager import any_rank, compiled, custom_vjp, foldable, refuse_derivatives
 from nsa_jax.indexers import capability, runs_on
 from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.numerics import logits_of, softmax, weighted
@@ -148,7 +148,7 @@ def block_attention(
     return (out, lse) if return_residual else out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, static=1)
 def _gathered(how, query, key, value, lists, lengths):
     """Compute `(out, lse)` with the kernels that gather single keys. The gradients of the
     gathering kernels are computed in chunks of queries.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from nsa_jax.eager import any_rank
+from nsa_jax.eager import custom_vjp
 from nsa_jax.numerics import wide
 
 # Maximum size in bytes of an intermediate array of one chunk, such as logits or gathered keys.
@@ -35,7 +35,7 @@ def over_queries(body, arrays, shared, row_bytes: int, *, budget_bytes: int | No
     return _mapped(body, count, tuple(arrays), tuple(shared))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(custom_vjp, static=2)
 def _mapped(body, count, arrays, shared):
     if count == 1:
         return body(*arrays, *shared)
@@ -44,12 +44,10 @@ def _mapped(body, count, arrays, shared):
     return jax.tree.map(lambda x: _join(x, length), out)
 
 
-@any_rank
 def _forward(body, count, arrays, shared):
     return _mapped(body, count, arrays, shared), (arrays, shared)
 
 
-@any_rank
 def _backward(body, count, saved, grads):
     arrays, shared = saved
     length = arrays[0].shape[1]

@@ -13,7 +13,7 @@ from nsa_core.compress_params import CompressParams, MLPParams, PoolParams, Rope
 from nsa_core.config import NSAConfig
 from nsa_core.rotation import rotated
 from nsa_jax import geometry
-from nsa_jax.eager import any_rank
+from nsa_jax.eager import custom_vjp
 from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.numerics import precision_of, put, wide
 
@@ -88,13 +88,13 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
         rows.window_starts,
         JAX_OPS.take_rows(rows.position, jnp.maximum(rows.window_starts, 0)),
     )
-    out = apply_phi(windows_at(x, starts, block, stride), params, at)
+    out = apply_phi(windows_at(block, stride, x, starts), params, at)
     return jnp.where(starts[:, :, None, None] >= 0, out, jnp.zeros((), out.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(custom_vjp, static=2)
 def windows_at(
-    x: Float[Array, "B S Hkv D"], starts: Int[Array, "B C"], block: int, stride: int
+    block: int, stride: int, x: Float[Array, "B S Hkv D"], starts: Int[Array, "B C"]
 ) -> Float[Array, "B C l Hkv D"]:
     """Return the windows of `block` tokens that begin at `starts`. Unused slots contain zeros, so
     that a NaN in padding does not reach the gradients of parameters. A product of NaN and zero
@@ -111,12 +111,10 @@ def windows_at(
     return jnp.where(starts[..., None, None, None] >= 0, JAX_OPS.take_rows(x, taps), 0)
 
 
-@any_rank
-def _windows_fwd(x, starts, block, stride):
-    return windows_at(x, starts, block, stride), (starts, x[:, :, :0, :0])
+def _windows_fwd(block, stride, x, starts):
+    return windows_at(block, stride, x, starts), (starts, x[:, :, :0, :0])
 
 
-@any_rank
 def _windows_bwd(block, stride, kept, gradients):
     starts, like = kept
     batch, length = like.shape[:2]

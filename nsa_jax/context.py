@@ -38,7 +38,7 @@ from nsa_core.types import RESIDUAL, Branches
 from nsa_jax import api, geometry
 from nsa_jax.compression import apply_phi, windows_at
 from nsa_jax.compression import compress as compress_windows
-from nsa_jax.eager import any_rank, is_explicit
+from nsa_jax.eager import any_rank, custom_vjp, is_explicit
 from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.numerics import wide
 
@@ -131,18 +131,16 @@ def _shards(axis: str, layout: str, name: str, local_length: int) -> _Shards:
     return _Shards(layout, size, rank, chunk, axis)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(custom_vjp, static=3)
 def _gather(axis, places, order, x):
     found = lax.all_gather(x, axis, axis=1, tiled=True)
     return jnp.moveaxis(_moved(jnp.moveaxis(found, 1, 0), places), 0, 1)
 
 
-@any_rank
 def _gather_forward(axis, places, order, x):
     return _gather(axis, places, order, x), None
 
 
-@any_rank
 def _gather_backward(axis, places, order, _, grad):
     if grad.dtype == jax.dtypes.float0:  # JAX represents gradients of integers with this dtype
         return (None,)
@@ -239,7 +237,7 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
         inside = start < chunk
         at = JAX_OPS.take_rows(position, jnp.where(inside, start, 0) + number * chunk)
         start = jnp.where(inside, start, -1)
-        windows = apply_phi(windows_at(tokens, start, block, stride), params, at)
+        windows = apply_phi(windows_at(block, stride, tokens, start), params, at)
         made += masked(jnp, inside, windows)
     found = shard.gather(jnp.concatenate(made, axis=1))
     used = begin >= 0

@@ -131,12 +131,44 @@ def forget() -> None:
     _program.cache_clear()
 
 
-def _varying(x, axes):
-    """Return `x` with a type that varies along the mesh `axes`. `shard_map` cannot infer this
-    type for the results of kernels.
+def _axes(arrays) -> frozenset[Hashable]:
+    """Return the mesh axes of `jax.shard_map` along which at least one of `arrays` varies."""
+    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(arrays)]
+    return frozenset().union(*(each.varying for each in types))
+
+
+def _varying(arrays, axes):
+    """Return `arrays`, a pytree, with types that vary along the mesh `axes`. `shard_map` cannot
+    infer this type for the results of kernels.
     """
-    missing = axes - jax.typeof(x).manual_axis_type.varying
-    return jax.lax.pcast(x, tuple(missing), to="varying")
+
+    def varying(x):
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(missing), to="varying")
+
+    return jax.tree.map(varying, arrays)
+
+
+class custom_vjp:
+    """Like `jax.custom_vjp`, for a function whose first `static` arguments are constants. All other
+    arguments are arrays or pytrees of arrays.
+
+    Inside `jax.shard_map`, an array may be the same on all devices of a mesh axis along which
+    another array varies. The gradient of the array is the sum over these devices. JAX computes
+    the sum only if all arrays of a custom rule vary along the same axes.
+    """
+
+    def __init__(self, function: Callable[..., Any], static: int = 0):
+        self._static = static
+        self._rule = jax.custom_vjp(function, nondiff_argnums=tuple(range(static)))
+        functools.update_wrapper(self, function)
+
+    def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        self._rule.defvjp(any_rank(forward), any_rank(backward))
+
+    def __call__(self, *arguments):
+        constants, arrays = arguments[: self._static], arguments[self._static :]
+        return self._rule(*constants, *_varying(arrays, _axes(arrays)))
 
 
 def foldable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,9 +179,7 @@ def foldable(function: Callable[..., Any]) -> Callable[..., Any]:
     @jax.custom_batching.custom_vmap
     @any_rank
     def folded(*arrays):
-        types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(arrays)]
-        axes = frozenset().union(*(each.varying for each in types))
-        return jax.tree.map(lambda x: _varying(x, axes), function(*arrays))
+        return _varying(function(*arrays), _axes(arrays))
 
     @folded.def_vmap
     def rule(size, mapped, *arrays):

@@ -20,7 +20,7 @@ from nsa_core.steps import triton_index, triton_paged_blocks
 from nsa_core.steps.triton_paged_blocks import Paged
 from nsa_jax import checks, geometry, jax_problem
 from nsa_jax.chunks import over_queries
-from nsa_jax.eager import any_rank, compiled, foldable
+from nsa_jax.eager import any_rank, compiled, custom_vjp, foldable
 from nsa_jax.jax_ops import JAX_OPS as OPS
 
 PLAIN = "xla"
@@ -304,7 +304,7 @@ def _loss(
     return _kernel_loss(teacher, lists, position, *frozen[:2], lse, *indexer)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, static=1)
 def _kernel_loss(teacher, lists, position, *arrays):
     return _kernel_loss_forward(teacher, lists, position, *arrays)[0]
 

@@ -17,7 +17,7 @@ from nsa_core.steps.params import Params, Qkv
 from nsa_core.types import RESIDUAL, Branches
 from nsa_core.varlen import Capacity, Varlen, sequences_of_segments
 from nsa_jax import branches, geometry
-from nsa_jax.eager import any_rank, foldable, refuse_derivatives
+from nsa_jax.eager import custom_vjp, foldable, refuse_derivatives
 from nsa_jax.jax_ops import JAX_OPS
 
 _first_order = functools.partial(
@@ -33,11 +33,10 @@ def _differentiable(forward, forward_with_residuals, backward, arrays, integers,
     cotangents)` computes the gradients from the residuals.
     """
 
-    @jax.custom_vjp
+    @custom_vjp
     def function(arrays, integers):
         return foldable(forward)(arrays, integers)
 
-    @any_rank
     def keep(arrays, integers):
         config.check_differentiable()
         arrays = _first_order(arrays)
@@ -45,7 +44,6 @@ def _differentiable(forward, forward_with_residuals, backward, arrays, integers,
         residuals = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), residuals)
         return output, (arrays, integers, residuals)
 
-    @any_rank
     def pull_back(kept, cotangents):
         cotangents = _first_order(cotangents)
         return foldable(backward)(*kept, cotangents), None

@@ -4,11 +4,12 @@ that supports queries without keys.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float
+
+from nsa_jax.eager import custom_vjp
 
 
 def precision_of(dtype):
@@ -33,7 +34,7 @@ def product(subscripts: str, x, y):
     return jnp.einsum(subscripts, x, y, precision=exact, preferred_element_type=wide(y.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(custom_vjp, static=1)
 def weighted(subscripts: str, probs, values):
     """Round probabilities to the dtype of the value tensor, and return their product with the value
     tensor.

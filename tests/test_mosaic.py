@@ -101,7 +101,8 @@ def test_shard_map_over_batch_and_heads(name, monkeypatch):
         run = REGISTRY.entry("attention", "mosaic").load()
         return run(query, each(key), each(value), gates, compressed, None, config=config, **at)
 
-    specs = (*[spec] * 4, PartitionSpec("batch"))
+    of_keys = spec if kv_heads > 1 else PartitionSpec("batch")
+    specs = (spec, of_keys, of_keys, spec, PartitionSpec("batch"))
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=spec)
     loss = lambda *x: sharded(*x).astype(jnp.float32).sum()
     arrays = layer_types(2, length, heads=heads, kv_heads=kv_heads, width=width)

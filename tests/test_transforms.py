@@ -320,12 +320,18 @@ def jax_jvp(name):
     close(tangent, expected()[2], 1e-4)
 
 
-def over_devices(function):
-    if len(jax.devices()) < 8:
-        pytest.fail("needs 8 devices; XLA_FLAGS of conftest were overridden")
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("batch", "heads"))
-    spec = PartitionSpec("batch", None, "heads")
-    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
+def over_devices(batch, queries, keys):
+    """The transform that divides the axes of arrays over eight devices, `two` by `four`."""
+
+    def transform(function):
+        if len(jax.devices()) < 8:
+            pytest.fail("needs 8 devices; XLA_FLAGS of conftest were overridden")
+        mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("two", "four"))
+        whole, part = (PartitionSpec(batch, None, heads) for heads in (queries, keys))
+        specs = whole, part, part, whole
+        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=whole)
+
+    return transform
 
 
 def jax_exported(function):
@@ -347,7 +353,11 @@ CHECKS = {
         in_torch(lambda function: functools.partial(checkpoint, function, use_reentrant=False)),
         in_jax(jax.checkpoint),
     ),
-    "mapped over devices": (None, in_jax(over_devices)),
+    "mapped over devices": (None, in_jax(over_devices("two", "four", "four"))),
+    "query heads of a group on several devices": (
+        None,
+        in_jax(over_devices(None, ("four", "two"), "four")),
+    ),
     "second derivatives": (torch_second, jax_second),
     "forward-mode derivatives": (torch_jvp, jax_jvp),
     "mapped over an axis": (
