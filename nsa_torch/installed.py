@@ -8,7 +8,7 @@ Each process imports torch, starts the GPU, runs attention forward and backward,
 cache, and decodes a token with the cache. Then a layer with the same heads runs forward and
 backward, and reads a prompt and decodes a token with its own cache. The folders in which a process
 caches kernels are new and empty at first. The exit status is 1 if a process built or wrote
-something, or imported JAX. The command needs a Hopper GPU and torch.
+something, or imported JAX, and 3 without a GPU. The command needs a Hopper GPU and torch.
 
 A record has these durations in seconds:
 
@@ -141,7 +141,9 @@ def tell(import_s: float, preset: str, length: str, caches: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0, or 1 if a process built or wrote something or imported JAX."""
+    """Return the exit status: 0, or 1 if a process built or wrote something or imported JAX, or
+    3 without a GPU.
+    """
     parser = argparse.ArgumentParser("python -m nsa_torch.installed", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -161,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("this command needs a Hopper GPU", file=sys.stderr)
-        return 1
+        return 3
     about = {
         "device": torch.cuda.get_device_name(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),

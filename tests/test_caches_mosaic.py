@@ -236,10 +236,11 @@ def test_a_known_step_has_the_scale_of_its_call(step):
 
 
 @torch.no_grad()
-def test_a_known_step_of_a_layer_is_not_decided_anew(monkeypatch):
+@pytest.mark.parametrize("named", ["mosaic", nsa_torch.Branches.each("mosaic")])
+def test_a_known_step_of_a_layer_is_not_decided_anew(named, monkeypatch):
     """On its cache of rows, which are pages: one launch appends and attends."""
     widths = {"dim": 64, "n_heads": 4, "n_kv_groups": 1, "d_k": 64, "d_v": 64}
-    layer = nsa_torch.NSAAttention(**widths, implementation="mosaic").bfloat16()
+    layer = nsa_torch.NSAAttention(**widths, implementation=named).bfloat16()
     cache, x = layer.init_cache(2, 150), torch.randn(2, 1, 64).bfloat16()
     decided = pretend.watched(monkeypatch, "decided_step")
     with stand_ins(monkeypatch) as ran:
