@@ -244,10 +244,13 @@ def _paged(query, pages, lists, paged: Paged, *, name: str, block_size, include,
         probs, lse = softmax(logits_of("tlgd,tlsd->tlgs", query, keys, scale), seen)
         return weighted("tlgs,tlsd->tlgd", probs, values).astype(query.dtype), lse
 
-    def on_triton(query, pages, *arrays):
-        return tuple(triton_paged_blocks.attention(OPS, query, *pages, *arrays, *how))
+    def on_triton(query, pages, lists, paged):
+        key, value = pages
+        arrays = query, key, value, lists
+        return tuple(triton_paged_blocks.attention(OPS, *arrays, paged, *how))
 
     if name == "triton":
         return sequential_vmap(on_triton)(query, pages, lists, paged)
-    by = OPS, over_queries, attend, query, *pages
-    return block_lists.attention_to_pages(*by, lists, paged, *how)
+    keys, values = pages
+    arrays = query, keys, values, lists
+    return block_lists.attention_to_pages(OPS, over_queries, attend, *arrays, paged, *how)

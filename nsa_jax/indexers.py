@@ -176,8 +176,9 @@ def capability() -> tuple[int, int]:
     return jax_problem.capability() or AMPERE
 
 
-def _paged_on_triton(*arrays, index: Index):
-    return sequential_vmap(lambda *each: triton_paged_blocks.blocks(OPS, *each, index))(*arrays)
+def _paged_on_triton(query, pages, paged, *, index: Index):
+    blocks = functools.partial(triton_paged_blocks.blocks, OPS, index=index)
+    return sequential_vmap(blocks)(query, pages, paged)
 
 
 _of_copies = functools.partial(indexing.blocks_of_pages, OPS, over_queries)

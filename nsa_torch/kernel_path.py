@@ -285,8 +285,8 @@ class KernelPath:
 
     def _branch_backward(self, branch, ops, do, out, lse, *rest):
         dlse, rest = operators.second_gradient(rest, 4 if branch == "selected" else 3)
-        *given, visible = self._of_branch(branch, ops, *rest)
-        given += (out, lse), (do, dlse)
+        qkv, indices, params, visible = self._of_branch(branch, ops, *rest)
+        given = qkv, indices, params, (out, lse), (do, dlse)
         return fused.one_branch_backward(self.steps, ops, branch, *given, visible)
 
     def _of_branch(self, branch, ops, query, key, value, *rest):

@@ -143,8 +143,8 @@ def _whole(query, key, value, gates, block_indices, where, compressed=None):
     outs = [out for out, _ in parts]
     dtype = wide(jnp, outs[0].dtype)
     gates = gates.astype(dtype)[..., None]
-    total = sum(out.astype(dtype) * gates[..., c, :] for c, out in enumerate(outs))
-    return total.astype(outs[0].dtype)
+    first, *rest = [out.astype(dtype) * gates[..., c, :] for c, out in enumerate(outs)]
+    return sum(rest, first).astype(outs[0].dtype)
 
 
 def _means(x, config):

@@ -251,7 +251,8 @@ def forward_with_residuals(
     block_lists = steps.forward.tile_block_lists(ops, *chosen)
     sliding = attend(steps, ops, "sliding", qkv.sliding, params)
     others, gates = (compressed[0], sliding[0]), Branches(*ops.all_float32(gates))
-    together = steps.summed and steps.summed(ops, *chosen, block_lists, others, gates)
+    given = *chosen, block_lists, others, gates
+    together = steps.summed(ops, *given) if steps.summed else None
     if together:
         selected, out = together
     else:

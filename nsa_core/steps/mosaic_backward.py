@@ -61,7 +61,8 @@ class NumpyOps(ArrayOps):
         return np.stack([np.searchsorted(*pair, side) for pair in pairs]).astype(np.int32)
 
 
-NUMPY_OPS: Any = NumpyOps()
+# `ArrayOps` is a protocol, whose methods without a body count as abstract.
+NUMPY_OPS: Any = NumpyOps()  # pyrefly: ignore[bad-instantiation]
 
 
 # Maximum number of work items that are stored as a constant of a program. The constant then has
