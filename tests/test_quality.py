@@ -166,6 +166,13 @@ def test_copies_in_forced_blocks_have_no_hits():
     assert measures.hit(found, near, CONFIG) is None
 
 
+def test_queries_whose_block_is_forced_do_not_count():
+    """The passage starts in block 0, which every query selects, and goes on in free blocks."""
+    found = np.zeros((WIDTH - 1, 2, 1), int)
+    hits, chance = measures.hit(found, 0, CONFIG).T
+    assert hits.tolist() == [0, 0] and (chance > 0).all()
+
+
 class Selects:
     """A learner of one layer whose heads select, beside the blocks that all have to: the blocks
     that follow what stood before the query's last four tokens; as many at random; those before
