@@ -502,7 +502,7 @@ class NSAAttention(nnx.Module):
                 segment_ids=geometry.ids_of(rows),
                 implementation=names.sliding,
             )
-        elif spec.gate == "selected" and not (any(names) or shards):
+        elif spec.gate == "selected" and not shards and names == Branches.each(None):
             compressed = api.compress(key.compressed, params[0], **sizes)
             indices = api.select_blocks(query, compressed, **sizes)
             out, _ = api.selected_attention(

@@ -522,9 +522,10 @@ class NSAAttention(nn.Module):
             convolve = lambda key: self.key_conv(key, position, before(key))
         query, key, value, gates = self.project(x, position, convolve)
         longest = length if varlen is None else varlen.max_seqlen or length
-        if longest < self.dense_below and INVARIANT not in Branches.each(self.implementation):
+        names = Branches.each(self.implementation)
+        if longest < self.dense_below and INVARIANT not in names:
             out = self._dense(query, key.selected, value.selected, cu_seqlens)
-        elif spec.gate == "selected" and not (any(Branches.each(self.implementation)) or ranks):
+        elif spec.gate == "selected" and not ranks and names == Branches.each(None):
             out = self._selected(query, key, value.selected, cu_seqlens)
         else:
             key_params, value_params = self.compress_params()

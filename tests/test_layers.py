@@ -351,6 +351,9 @@ def test_the_selected_branch_alone(number, both):
     want = run(plain, long)[0]
     close(run(alone, long)[0], want)  # one token more, and blocks are chosen
     assert np.abs(run(dense, long)[0] - want).max() > 1e-3
+    alone.implementation = ""  # not the same as None
+    with refused("implementation must be one of "):
+        run(alone, x)
 
 
 @pytest.mark.parametrize("d_v", [6, 8])  # torch's own attention where widths are equal

@@ -217,6 +217,7 @@ class NSAModelConfig(SavedConfig):
         """
         sizes = "vocab_size", "intermediate_size", "num_hidden_layers"
         validate.sizes(**{name: getattr(self, name) for name in sizes})
+        validate.positive("rms_norm_eps", self.rms_norm_eps)
         _ = self.layer_attention, self.layer_spec
         rope = self.rope_parameters
         for name, fixed in FIXED.items():
