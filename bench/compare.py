@@ -11,7 +11,8 @@ parallel. After the compilation, the processes are timed one after the other. Th
 measures the first chart of the report (docs/benchmarks.md).
 
 Parity is checked first, and an implementation with wrong results is not timed. If an implementation
-that is named on the command line cannot run, the exit status is 3 (not measured).
+that is named on the command line cannot run, the exit status is 3 (not measured). Rows of a
+framework that has no implementation of this name do not count.
 """
 
 import dataclasses
