@@ -13,7 +13,8 @@ other.
 `S` is the number of tokens in the cache, including the `--q_len` new tokens. More than one new
 token means draft tokens that are verified. Columns:
 
-- `ms_total`: `cached_attention`, which appends the tokens and attends.
+- `ms_total`: `cached_attention`, which appends the tokens and attends. In torch one kernel runs the
+  step if all branches have the same implementation and this implementation has such a kernel.
 - `ms_paged`: the functions `append` and `paged_attention` on a paged cache with pages in random
   order. With `--cache_dtype=fp8` the paged cache is in fp8, and the reference of `ms_paged` reads
   the rounded tokens.
@@ -33,7 +34,8 @@ token means draft tokens that are verified. Columns:
 
 The branches are launched and timed separately, so that their times need not add up to the time of
 the whole step. If another process uses the machine, the median time of a branch can exceed the time
-of the whole step. If the difference is larger than noise, the row of the whole step is an error.
+of the whole step. If the difference is larger than noise, the row of the whole step is an error,
+unless one kernel runs the whole step.
 
 Reads are the keys, raw or compressed, that the last query reads for one key/value head:
 
@@ -145,6 +147,7 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
     named, refused = kernel_flags.named(), {}
     cached: Any = None
     chosen: Any = None
+    on_pages: Any = None
     labels = named._asdict() | {"scores": named.selected}
     try:
         wanted = asked(settings, runner)._replace(T=FLAGS.q_len, cached=INVARIANT in named)
@@ -168,15 +171,19 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
 
     def freeze() -> Values:
         """Use the path's own selection of blocks in all later calls. The row `scores` judges the
-        path's own selection.
+        path's own selection. A whole step that is one kernel selects its own blocks.
         """
-        nonlocal cached, frozen
+        nonlocal cached, frozen, on_pages
         cached = decode_steps.Cached(runner, inputs, config, chosen)
+        on_pages = cached.chosen_on_pages()
         frozen = checker_of(dataclasses.replace(inputs, block_indices=cached.chosen()))
         return {}
 
     def branch_step(branch: str):
-        return cached.step(branch), checker if branch == "scores" else frozen
+        own = checker if branch == "scores" else frozen
+        if branch == "all" and on_pages is not None:
+            own = checker_of(dataclasses.replace(inputs, block_indices=on_pages))
+        return cached.step(branch), own
 
     def paged_step():
         nonlocal paged_kernel
@@ -241,7 +248,7 @@ def judged_steps(runner, length: int, gpu: bool, results: command.Results) -> Ca
         common |= {"kv": FLAGS.kv} if shared else {}
         for key, (branch, each) in waiting.items():
             found = each.timed(**how)
-            if key == "all" and "status" not in found:
+            if key == "all" and "status" not in found and on_pages is None:
                 found |= doubt(done, found)
             label = labels.get(key, kernel)
             if key == "paged":

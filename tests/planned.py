@@ -5,11 +5,14 @@ import ctypes
 import functools
 
 import jax
+import ml_dtypes
+import numpy as np
 import torch
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
+from kernels_pallas.specs.decode import Decode
 from nsa_core.plan.kernels import SEQUENCES
 from nsa_interop import dlpack
 from nsa_torch import mosaic, operators, plans, triton
@@ -101,9 +104,31 @@ def _jitted(kernel):
 
 
 def interpret(kernel, *tensors):
-    """The outputs of a kernel in Pallas' interpreter."""
+    """The outputs of a kernel in Pallas' interpreter. A step of decoding, which writes into its
+    inputs, runs on emulated warps."""
+    if isinstance(kernel.spec, Decode):
+        return emulated(kernel, *tensors)
     arrays = [dlpack.to_jax(x.detach().clone()) for x in tensors]
     return [dlpack.to_torch(x, copy=True) for x in _jitted(kernel)(*arrays)]
+
+
+def _array(x):
+    """A tensor's memory in NumPy."""
+    if x.dtype is torch.bfloat16:
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if x.dtype is torch.float8_e4m3fn:
+        return x.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    return x.numpy()
+
+
+def emulated(kernel, *tensors):
+    """The outputs of a kernel on emulated warps."""
+    found = kernel.call(*map(_array, tensors))
+    half = lambda x: x.view(np.int16) if x.itemsize == 2 else x
+    return [
+        torch.from_numpy(half(np.asarray(x))).view(getattr(torch, wanted.dtype))
+        for x, wanted in zip(found, kernel.outputs, strict=True)
+    ]
 
 
 def tensors_at(kernel, addresses):

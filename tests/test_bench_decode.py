@@ -1,5 +1,6 @@
 """Decoding: what is read is counted, branches are timed alone, and the summary of the table."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -7,7 +8,8 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench import decode, doc_tables, summarize
-from bench.harness import cost, decode_steps, exit_status, records, turns
+from bench.harness import cost, decode_steps, exit_status, records, timing, turns
+from kernels_pallas.specs.decode import Decode
 from nsa_core.types import Branches
 from nsa_torch import paged_attend
 from tests import planned, pretend
@@ -138,6 +140,24 @@ def test_kernels_on_pages_are_asked_for_their_blocks(tmp_path, monkeypatch):
     code, _, (row,) = run(decode, tmp_path, STEP)
     assert asked == [("triton", (2, 4, 8), (2, 4, 3))]
     assert code == 0 and row["status"] == "ok" and float(row["ms_paged"]) > 0
+
+
+def test_a_whole_step_in_one_kernel_is_judged_by_its_blocks(tmp_path, monkeypatch):
+    """The kernel of the step on emulated warps, and branches in the interpreter. The branch that
+    attends to the blocks of `scores` is given others, and is wrong. A branch may take longer.
+    """
+    given = SMALL.replace("f32", "bf16").replace("--l_sel=8", "--l_sel=16")
+    given += " --heads=2 --groups=1 --dk=64 --dv=64 --S_list=61 --iters=1"
+    first = jnp.array([0, -1, -1, -1], jnp.int32)
+    others = lambda self: jnp.broadcast_to(first, (1, 1, 1, 4))
+    monkeypatch.setattr(decode_steps.Cached, "chosen", others)
+    monkeypatch.setattr(timing, "MIN_SAMPLES", 1)
+    monkeypatch.setattr(decode, "NOISE", 0)
+    with planned.interpreted(monkeypatch) as ran:
+        _, found, _ = run(decode, tmp_path, given, "--kernels=mosaic --paged=none")
+    assert any(isinstance(x.spec, Decode) for x in ran)
+    of_branch = {r.branch: r.status for r in found}
+    assert of_branch.pop("selected") == "wrong" and {*of_branch.values()} == {"ok"}, ends(found)
 
 
 def test_a_length_that_is_lost_fails_the_run(tmp_path, monkeypatch, capsys):

@@ -7,7 +7,6 @@ import json
 import textwrap
 from types import SimpleNamespace
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -45,24 +44,6 @@ from tests.oracles.warps import GARBAGE
 from tests.stand_in_kernels import stand_ins
 
 
-def array(x):
-    """A tensor's memory in NumPy."""
-    if x.dtype is torch.bfloat16:
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    if x.dtype is torch.float8_e4m3fn:
-        return x.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
-    return x.numpy()
-
-
-def emulated(kernel, *tensors):
-    found = kernel.call(*map(array, tensors))
-    half = lambda x: x.view(np.int16) if x.itemsize == 2 else x
-    return [
-        torch.from_numpy(half(np.asarray(x))).view(getattr(torch, wanted.dtype))
-        for x, wanted in zip(found, kernel.outputs, strict=True)
-    ]
-
-
 @pytest.fixture
 def blocks():
     """That steps chose."""
@@ -74,14 +55,14 @@ def ran(monkeypatch, blocks):
     """The kernels that run, on emulated warps; calls are known as on a GPU."""
 
     def step(kernel, *tensors):
-        found = emulated(kernel, *tensors)
+        found = planned.emulated(kernel, *tensors)
         blocks.append(found[-1].numpy())
         return found
 
     def append(kernel, *tensors, out):
         ran.append(kernel)
         kernel = append_spec.append(dataclasses.replace(kernel.spec, interpret=True))
-        for place, x in zip(out, emulated(kernel, *tensors), strict=True):
+        for place, x in zip(out, planned.emulated(kernel, *tensors), strict=True):
             place.copy_(torch.where(x == GARBAGE, place, x))
 
     def why_not(*call):

@@ -84,8 +84,7 @@ class Cached:
         if branch != "all":
             function = functools.partial(self._branch, branch)
             return self.runner.prepare(function, self.given[branch])
-        names = Branches(*(self.names[x] for x in Branches._fields))
-        options = {"config": self.config, "implementation": names}
+        options = {"config": self.config, "implementation": self._names}
 
         def attend(cache, *last):
             return self.api.cached_attention(*last, cache, **options)
@@ -101,6 +100,10 @@ class Cached:
         # buffers.
         fresh = functools.partial(dataclasses.replace, self.cache)
         return stepped(self.runner, lambda: {"out": attend(fresh(), *last)[0]})
+
+    @property
+    def _names(self) -> Branches[str]:
+        return Branches(*(self.names[x] for x in Branches._fields))
 
     def _branch(self, branch: str, given: Values) -> Values:
         """Run one branch on all tokens. The result has the keys `out` and `lse`, or for the scores
@@ -126,6 +129,23 @@ class Cached:
     def chosen(self) -> jax.Array:
         """Return the blocks that the step selects, int32 `[B, tokens, Hkv, n]`."""
         return jnp.asarray(self.runner.numpy(self.step("scores")()["indices"]))
+
+    def chosen_on_pages(self) -> jax.Array | None:
+        """Return the blocks that the kernel of the whole step selects, int32
+        `[B, tokens, Hkv, n]`. Return None if the whole step runs branch by branch.
+        """
+        if not self.torch:
+            return None
+        from nsa_torch import paged_attend
+
+        cache = self.cache
+        at = cache.pages, cache.page_table, cache.length + self.new, None
+        decided = paged_attend.decide_step(self.query, self.gates, *at, self._names)
+        if decided is None or decided.name == INVARIANT:
+            return None
+        self.step("all")()  # appends the new tokens, to which the next call attends
+        _, found = paged_attend.with_indices(decided.choice.implementation, decided.inputs)
+        return jnp.asarray(self.runner.numpy(found.unflatten(0, (self.batch, self.new))))
 
     def reads(self, branch: str) -> np.ndarray:
         """Return the number of keys that the last query reads in the branch, `[B, Hkv]` (see
