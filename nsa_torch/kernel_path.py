@@ -185,7 +185,7 @@ def _cut(ops, x, *ends, end: Any = 0):
     """Return `x` `[B, S, ...]` with zeros from the position `end` on, or from the last value of
     `ends` on. `ends` has one value for all rows, or one per row.
     """
-    there = torch.arange(x.shape[1], device=x.device)
+    there = torch.arange(x.shape[1], device=x.device)[None]
     if ends:
         end = ends[0].reshape(x.shape[0] if ends[0].numel() > 1 else 1, -1)[:, -1:]
     return masked(torch, there < end, x)

@@ -6,11 +6,13 @@ Without a GPU the kernels run in Pallas' interpreter: what torch computes around
 import dataclasses
 import functools
 import itertools
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa_torch
@@ -71,6 +73,27 @@ def test_tokens_that_are_only_compressed_may_lie_anyhow():
         for x in (strided, key.clone())
     )
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.usefixtures("interpreted")
+def test_keys_beyond_a_length_on_the_host(rows):
+    """A call has the result of fewer keys, and gradients of zero beyond; NaN counts nowhere."""
+    query, *pair, _ = inputs(*SIZES, B=rows)
+    longer = [
+        F.pad(x.detach(), (0, 0, 0, 0, 0, 4), value=math.nan).requires_grad_() for x in pair
+    ]
+    where = {"config": FEW, "kv_len": SIZES[1]}
+    lists = steps("reference", query, *pair, **where)["indices"]
+    for branch, rest in ("selected", lists), ("sliding", []):
+        want = run(branch, "reference", query, *pair, *rest, **where)
+        found = run(branch, "mosaic", query, *longer, *rest, **where)
+        weights = normal(*want[0].shape), normal(*want[1].shape, dtype=torch.float32)
+        wants = torch.autograd.grad(want, (query, *pair), weights)
+        grads = torch.autograd.grad(found, (query, *longer), weights)
+        short = [grads[0], *(x[:, : SIZES[1]] for x in grads[1:])]
+        assert not any(x[:, SIZES[1] :].any() for x in grads[1:])
+        torch.testing.assert_close((*found, *short), (*want, *wants), rtol=0.02, atol=0.02)
 
 
 class Rank:

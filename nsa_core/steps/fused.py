@@ -8,8 +8,8 @@ The functions of this module support both frameworks and both kinds of kernels.
 `forward_with_residuals` also stores each branch separately. In `forward_with_residuals`, the kernel
 of the selected branch computes the sum of all branches. A separate kernel (`gated_sum`) computes
 the sum on Triton, and on Mosaic if tiles are gathered. If residuals contain only the block indices
-(`Residuals.recomputed`), `backward` runs the branches again. `backward` runs the branches one after
-the other, so that the output of only one branch exists at a time.
+(`Residuals(block_indices)`), `backward` runs the branches again. `backward` runs the branches one
+after the other, so that the output of only one branch exists at a time.
 """
 
 from collections.abc import Callable, Sequence

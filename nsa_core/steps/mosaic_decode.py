@@ -86,11 +86,14 @@ def step_arrays(
     found = [query, gates, page_table, lengths, *compressed, *selected, *cache.sliding]
     if is_fp8:
         # Compressed keys are not rounded.
-        pairs = zip(cache.sources("key"), cache.sources("value"), strict=True)
-        _, *rounded = itertools.chain(*pairs)
-        found += [getattr(cache, f"{name}_scale") for name in rounded]
+        keys, values = cache.sources("key"), cache.sources("value")
+        names = values.compressed, keys.selected, values.selected, keys.sliding, values.sliding
+        found += [getattr(cache, f"{name}_scale") for name in names]
     if new is not None:
-        found += itertools.chain(*zip(*new, strict=True), cache.raw)
+        # written out, since every decode step runs this line
+        key, value = new
+        found += key.compressed, value.compressed, key.selected, value.selected
+        found += key.sliding, value.sliding, *cache.raw
         if is_fp8:
             raw = "raw" if cache.separate else "selected"
             found += [getattr(cache, f"{raw}_{kind}_scale") for kind in ("key", "value")]
