@@ -203,8 +203,8 @@ def decide_step(
     run. The arguments are the checked arguments of
     `cached_attention`, and the pages of the cache.
     """
-    names = {*Branches.each(implementation)}
-    implementation = names.pop() if len(names) == 1 else implementation
+    one = Branches.each(implementation)[0]
+    implementation = one if implementation == Branches.each(one) else implementation
     invariant = implementation == dispatch.INVARIANT
     on_pages = implementation in (None, *paged_dispatch.KERNELS) and query.shape[1] <= QUERIES
     if not (invariant or on_pages):
