@@ -144,8 +144,16 @@ class Cached:
         if decided is None or decided.name == INVARIANT:
             return None
         self.step("all")()  # appends the new tokens, to which the next call attends
-        _, found = paged_attend.with_indices(decided.choice.implementation, decided.inputs)
-        return jnp.asarray(self.runner.numpy(found.unflatten(0, (self.batch, self.new))))
+        return self.blocks_of(paged_attend, decided.choice.implementation, decided.inputs)
+
+    def blocks_of(self, paged_attend, implementation: str, inputs) -> jax.Array:
+        """Return the blocks that a kernel on pages selects, int32 `[B, tokens, Hkv, n]`."""
+        _, found = paged_attend.with_indices(implementation, inputs)
+        return jnp.asarray(self.runner.numpy(self.by_row(found)))
+
+    def by_row(self, x):
+        """Reshape `[B * tokens, ..]` to `[B, tokens, ..]`."""
+        return x.reshape(self.batch, self.new, *x.shape[1:])
 
     def reads(self, branch: str) -> np.ndarray:
         """Return the number of keys that the last query reads in the branch, `[B, Hkv]` (see
@@ -233,17 +241,13 @@ class Paged:
         if self.name in ("gathered", INVARIANT):
             return None
         inputs = self._attend.Inputs(*self._arguments(), None, None)
-        _, found = self._attend.with_indices(self.name, inputs)
-        return jnp.asarray(self.runner.numpy(self._by_row(found)))
+        return self.cached.blocks_of(self._attend, self.name, inputs)
 
     def _arguments(self):
         query, gates = (
             x.reshape(-1, *x.shape[2:]) for x in (self.cached.query, self.cached.gates)
         )
         return query, gates, self.cache, *self.at
-
-    def _by_row(self, x):
-        return x.reshape(-1, self.cached.new, *x.shape[1:])
 
     def step(self) -> Step:
         """Return the step, which appends the tokens and then attends."""
@@ -252,7 +256,7 @@ class Paged:
         def attend(cache, **new):
             new["implementation"] = self.implementation
             out = self.api.paged_attention(query, gates, cache, *self.at, **new)
-            return {"out": self._by_row(out)}
+            return {"out": self.cached.by_row(out)}
 
         def step(cache, *last):
             cache = self._append(cache, *last)
