@@ -15,14 +15,12 @@ from bench.lm import (
     checkpoint,
     corpus,
     experiments,
-    full,
     log,
     measures,
     parallel,
     quality,
     selection,
     spec,
-    torch_lm,
 )
 from nsa_torch import NSAAttention
 from tests import commands, pretend
@@ -120,16 +118,15 @@ def test_runs_at_a_time_take_the_gpus_in_turn(monkeypatch):
 def test_two_runs_at_a_time(command, tmp_path, monkeypatch, capsys):
     """In processes of their own, which parse no flags and have the models of the file."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert command("--seeds=1", "--jobs=2", "--keep_weights") == 0, capsys.readouterr().out
-    kinds = itertools.product(("dense-1", "sigmoid-1"), (".jsonl", ".safetensors"))
+    assert command("--seeds=1", "--jobs=2") == 0, capsys.readouterr().out
     found = [x.name for x in (tmp_path / "runs/tiny").iterdir()]
-    assert sorted(found) == [*map("".join, kinds)]
+    assert sorted(found) == ["dense-1.jsonl", "sigmoid-1.jsonl"]
 
 
 def job(setting, variant, seed=0):
     path = experiments.Path("x")
     return experiments.Job(
-        experiments.SETTINGS[setting], variant, seed, "", path, None, True, False, 0.0
+        experiments.SETTINGS[setting], variant, seed, "", path, None, True, 0.0
     )
 
 
@@ -177,11 +174,11 @@ def test_variants_of_the_model(changes, tmp_path):
     assert measures.loss(learner, batch) == measures.loss(again, batch)
     with refused("must be 0 for the JAX model", NotImplementedError):
         learner_of(tmp_path, todo, framework="jax")
-    for name in {*changes} & {"selection_loss", "full_share", "alignment"}:
-        with refused(f"{name} must be 0 on several devices", NotImplementedError):
+    if "selection_loss" in changes:
+        with refused("selection_loss must be 0 on several devices", NotImplementedError):
             learner_of(tmp_path, todo, parallel.Parallel("ddp", 2))
         packed = batch._replace(segment_ids=np.zeros(batch.tokens.shape, np.int32))
-        with refused(f"{name} must be 0 for packed", NotImplementedError):
+        with refused("selection_loss must be 0 for packed", NotImplementedError):
             measures.loss(learner, packed)
 
 
@@ -189,58 +186,6 @@ def test_variants_of_the_model(changes, tmp_path):
 def test_variants_of_a_model_that_are_refused(attention, change, message):
     with refused(message):
         dataclasses.replace(task(attention).model, **change)
-
-
-def test_phases_of_a_training():
-    model, training = task("nsa").model, dataclasses.replace(task("nsa").training, steps=200)
-
-    steps = range(200)
-
-    def phases(seed=0, **changes):
-        at = dataclasses.replace(training, seed=seed)
-        spec = dataclasses.replace(model, **changes)
-        return np.array([spec.phase(step, at) for step in steps]).T
-
-    for changes, which, first, end in TABLE["phases"]:
-        assert (phases(**changes)[which] == [first <= x < end for x in steps]).all()
-    aligned, other = phases(alignment=1)[0], phases(seed=1, alignment=1)[0]
-    assert 70 < aligned.sum() < 130 and (aligned != other).any()
-    assert (aligned == phases(alignment=1)[0]).all()
-
-
-def test_the_first_steps_of_a_training_are_full(tmp_path):
-    """Two of twelve steps have the losses of a model that selects every block, and no other."""
-    losses = []
-    for changes in ({"layer": {"n_sel": 9}}, {"layer": {}, "full_share": 0.1}, {"layer": {}}):
-        todo = altered(task("nsa"), **changes)
-        losses.append(stepped(*learner_of(tmp_path / str(len(losses)), todo), range(3)))
-    every, full_first, sparse = losses
-    assert full_first[:2] == pytest.approx(every[:2], rel=1e-6)
-    assert abs(full_first[0] - sparse[0]) > 1e-5 < abs(full_first[2] - every[2])
-
-
-@pytest.mark.parametrize("kv", ["separate", "shared"])
-def test_a_full_layer_is_a_layer_that_selects_every_block(kv):
-    torch.manual_seed(0)
-    sizes = SEVERAL | dict(kv=kv, gate="head", phi="avg")
-    layer = NSAAttention(**sizes, implementation="reference")
-    every = NSAAttention(**sizes | {"n_sel": 100}, implementation="reference")
-    every.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 100, 16)
-    whole, sparse = every(x)[0], layer(x)[0]
-    assert not torch.allclose(whole, sparse, atol=1e-3)
-    for is_full, expected in ((True, whole), (False, sparse)):
-        for aligned in (False, True):
-            out, loss = full.attend(layer, x, is_full, aligned)
-            torch.testing.assert_close(layer.out(out.flatten(2)), expected)
-            assert (loss is not None) == aligned
-    heads = [full.attend(layer, x, is_full)[0] for is_full in (True, False)]
-    near = (heads[0] - heads[1]).abs()
-    assert loss is not None and near.max() < 1  # smooth_l1 is half the square there
-    torch.testing.assert_close(loss, near.square().mean())
-    values = layer.W_V if kv == "shared" else layer.W_V_sel
-    (grad,) = torch.autograd.grad(loss, values.weight)
-    assert grad.abs().max() > 0
 
 
 ROWS = nsa.Rows(100, 100, (100,))
@@ -254,77 +199,6 @@ def attended(query, key):
     *_, probability = nsa.attend(query, key, key, causal, None)
     by_block = F.pad(probability.sum(2), (0, 4)).unflatten(-1, (-1, 8))
     return by_block.sum(-1).transpose(1, 2)
-
-
-def have_most_attention(blocks, attention, x, config):
-    """Whether a layer attends most to these blocks if it attends to all keys."""
-    query, key, *_ = attention.project(x, torch.arange(100).expand(x.shape[:2]))
-    expected = nsa.select(attended(query, getattr(key, "selected", key)), config, ROWS)
-    return torch.equal(blocks.sort(-1).values.int(), expected.sort(-1).values)
-
-
-def test_a_teacher_chooses_the_blocks_with_most_attention(tmp_path):
-    """A model with a teacher, beside the attention of a dense layer. With `own_share` it has its
-    own blocks in evaluations, and in the last steps of a training.
-    """
-    torch.manual_seed(0)
-    todo = task("nsa")
-    dense, _ = learner_of(tmp_path, dataclasses.replace(todo, model=todo.model.dense()))
-    for block in dense.model.blocks:  # otherwise attention is nearly uniform
-        block.attention.W_Q.weight.data *= 8
-    config, tokens = todo.model.layer.config, torch.randint(256, (2, 100))
-    found = dense.model.best_blocks(tokens, config)[0]
-    layer = dense.model.blocks[0]
-    x = layer.norm_attention(F.embedding(tokens, dense.model.embedding))
-    assert have_most_attention(found, layer.attention, x, config)
-    steps, few = todo.training.steps, config.num_selected
-    for blocks, own_share in ((few, 0), (few, 0.5), (100, 0)):
-        model = altered(todo, {"n_sel": blocks}, own_share=own_share).model
-        taught = torch_lm.LM(model)
-        torch.nn.init.normal_(taught.embedding)
-        alone = taught(tokens)
-        taught.teachers = (dense.model,)
-        for step in (0, steps // 2 - 1, steps // 2, steps - 1):
-            for block in taught.blocks:
-                block.phase = model.phase(step, todo.training)
-            for trains in (True, False):
-                with torch.set_grad_enabled(trains):
-                    same = torch.allclose(taught(tokens), alone, atol=1e-5)
-                own = own_share > 0 and (step >= steps // 2 or not trains)
-                assert same == (own or blocks == 100)
-
-
-def test_an_exact_model_selects_the_blocks_with_most_attention(tmp_path):
-    todo = altered(task("nsa", seq_len=100), {}, exact=True)
-    learner, run = learner_of(tmp_path, todo)
-    exact, batch = learner.model, run.batches.train(0)
-    for parameter in exact.parameters():  # otherwise attention is nearly uniform
-        parameter.data *= 4
-    plain = torch_lm.LM(altered(todo, {}, exact=False).model)
-    plain.load_state_dict(exact.state_dict())
-    tokens = torch.from_numpy(batch.tokens[:, :-1]).long()
-    assert not torch.allclose(exact(tokens), plain(tokens), atol=1e-3)
-    block, config = exact.blocks[0], todo.model.layer.config
-    x = F.embedding(tokens, exact.embedding)
-    normed = block.norm_attention(x)
-    lists = full.best_blocks(block.attention, normed, config)
-    assert have_most_attention(lists, block.attention, normed, config)
-    assert np.array_equal(learner.observe(batch)[0][1], lists[0])
-    out, _ = full.attend(block.attention, normed, False, block_indices=lists)
-    y = x + block.attention.out(out.flatten(2))
-    torch.testing.assert_close(block(x), y + block.mlp(block.norm_mlp(y)))
-
-
-def test_runs_with_a_teacher_read_its_weights(command, tmp_path, monkeypatch, capsys):
-    runs = {"taught": experiments.Variant("?", {"teacher": "dense"}, None)}
-    monkeypatch.setattr(experiments, "VARIANTS", experiments.VARIANTS | runs)
-    assert command("--seeds=1", "--runs=taught") == 1
-    assert "dense-1.safetensors" in capsys.readouterr().out
-    assert command("--seeds=1", "--runs=dense,taught", "--keep_weights") == 0
-    names = {x.name for x in (tmp_path / "runs/tiny").iterdir()}
-    assert names >= {"dense-1.safetensors", "taught-1.jsonl"}
-    (header, *_) = log.read(tmp_path / "runs/tiny/taught-1.jsonl")
-    assert header.model["teacher"] == "dense"  # of any seed
 
 
 def test_the_selection_s_loss():

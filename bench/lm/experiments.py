@@ -21,7 +21,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -45,10 +44,6 @@ FLAGS = cli.define(
     seeds=(list, "Seeds of the runs; default: the seeds of the experiment."),
     runs=(list, "Names of the runs; default: all runs of the experiment."),
     out=("runs", "Folder of the runs of all experiments."),
-    keep_weights=(
-        False,
-        "Also write the weights of each run to --out, for runs with a teacher.",
-    ),
     jobs=(1, "Number of runs that run at the same time, over all GPUs."),
     limit=(
         float,
@@ -133,7 +128,6 @@ class Job:
     path: Path
     commit: str | None
     timed: bool
-    keep_weights: bool
     deadline: float  # a time of `time.monotonic`, the same for all processes
 
     @property
@@ -152,8 +146,6 @@ def task(job: Job, vocabulary: int, dtype: str) -> spec.Task:
     plain = spec.model(at.model, attention)
     hidden = plain.hidden + changes.pop("hidden", 0)
     own = {name: changes.pop(name) for name in spec.TORCH_ONLY if name in changes}
-    if "teacher" in own:
-        own["teacher"] = str(job.path.with_name(f"{own['teacher']}-{job.seed}.safetensors"))
     layer = dataclasses.replace(plain.layer, **changes)
     model = dataclasses.replace(plain, layer=layer, hidden=hidden, vocabulary=vocabulary, **own)
     training = spec.Training(
@@ -209,7 +201,6 @@ def run(job: Job) -> tuple[Job, str, float]:
                 rows,
                 path,
                 Path(folder),
-                save_every=job.setting.steps if job.keep_weights else None,
                 commit=job.commit,
                 watched=watch.Settings(csv=False, every=max(1, job.setting.steps // 4)),
                 evaluate_every=max(1, math.ceil(job.setting.steps / EVALUATIONS)),
@@ -227,8 +218,6 @@ def run(job: Job) -> tuple[Job, str, float]:
             scratch = job.path.with_suffix(".part")
             scratch.unlink(missing_ok=True)
             log.append(scratch, lines)
-            for weights in Path(folder).glob("step-*/weights*"):
-                shutil.move(weights, job.path.with_suffix(".safetensors"))
             scratch.rename(job.path)
     variants.free()
     status = summary.status if summary.status == "ok" else f"{summary.status}: {summary.reason}"
@@ -303,8 +292,7 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
         end = math.inf if FLAGS.limit is None else began + FLAGS.limit
         for seed, variant in itertools.product(map(int, named), wanted):
             path = Path(FLAGS.out) / at.setting / f"{variant}-{seed}.jsonl"
-            how = FLAGS.commit, FLAGS.jobs == 1, FLAGS.keep_weights, end
-            job = Job(setting, variant, seed, text, path, *how)
+            job = Job(setting, variant, seed, text, path, FLAGS.commit, FLAGS.jobs == 1, end)
             task(job, 256, "float32")
             found[path] = job
     return [job for path, job in found.items() if not path.exists()]

@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-import random
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import yaml
 
@@ -14,20 +13,6 @@ from ..harness import cost
 from ..harness.records import Values
 
 type Attention = Literal["nsa", "dense"]
-
-
-class Phase(NamedTuple):
-    """What differs between the steps of a training.
-
-    Attributes:
-      is_full: Whether layers with NSA are full (`full.py`).
-      trains_selection: Whether `selection_loss` has an effect.
-      is_taught: Whether the model `teacher` chooses the blocks.
-    """
-
-    is_full: bool = False
-    trains_selection: bool = True
-    is_taught: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +33,8 @@ class ModelSpec:
       dense_every: In a model with NSA, blocks whose index is a multiple of this number have dense
         attention. With `dense_every=0`, only the first `dense_first` blocks have dense attention.
         Torch only.
-      selection_loss: Weight of `selection.loss`, which trains the selection.
-      selection_from: Share of the training steps before which `selection_loss` has no effect.
-      full_share: Share of the training steps, from the first step on, with full layers (`full.py`).
-      alignment: Weight of the loss that draws full and sparse outputs of a layer towards each
-        other.
-      teacher: File with the weights of a model with dense attention, which chooses the blocks.
-      exact: Whether a layer selects the blocks to which it would attend most if it attended to all
-        keys (`full.py`).
-      own_share: Share of the training steps, the last ones, in which a model with a teacher chooses
-        its own blocks. If `own_share` is not 0, it also does so in evaluations.
-        Only torch supports the options from `selection_loss` on, in one process and for rows of
-        one sequence.
+      selection_loss: Weight of `selection.loss`, which trains the selection. Only torch supports
+        this loss, in one process and for rows of one sequence.
 
     Raises:
       ValueError: A value is out of range, or dense attention has a layer with `bias` or with
@@ -75,12 +50,6 @@ class ModelSpec:
     dense_first: int = 0
     dense_every: int = 0
     selection_loss: float = 0.0
-    selection_from: float = 0.0
-    full_share: float = 0.0
-    alignment: float = 0.0
-    teacher: str = ""
-    exact: bool = False
-    own_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.dense_first < (self.layers if self.attention == "nsa" else 1):
@@ -88,16 +57,11 @@ class ModelSpec:
                 f"dense_first must be in 0..{self.layers - 1} if attention is nsa (layers = "
                 f"{self.layers}), and must be 0 if attention is dense, got {self.dense_first}"
             )
-        for name in ("dense_every", *NUMBERS):
+        for name in ("dense_every", "selection_loss"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        for name in WHOLE_ROWS:
-            if getattr(self, name) and self.attention == "dense":
-                default = getattr(ModelSpec, name)
-                raise ValueError(f"{name} must be {default!r} if attention is dense")
-        for name in ("full_share", "alignment", "teacher"):
-            if getattr(self, name) and self.layer.phi != "avg":
-                raise ValueError(f"{name} needs phi=avg, got {self.layer.phi}")
+        if self.selection_loss and self.attention == "dense":
+            raise ValueError("selection_loss must be 0.0 if attention is dense")
         if self.attention == "dense" and (
             self.layer.bias or self.layer.qk_norm_eps is not None
         ):
@@ -110,7 +74,7 @@ class ModelSpec:
         """Return all values by name, for the metadata of a checkpoint. Values named in `UNSTATED`
         are omitted if the value is the default.
         """
-        own = dataclasses.asdict(self) | {"teacher": Path(self.teacher).stem.split("-")[0]}
+        own = dataclasses.asdict(self)
         for name in UNSTATED:
             if own[name] == getattr(ModelSpec, name):
                 del own[name]
@@ -120,20 +84,6 @@ class ModelSpec:
         """Return whether the block with this index has dense attention."""
         every = self.dense_every and block % self.dense_every == 0
         return self.attention == "dense" or block < self.dense_first or bool(every)
-
-    def dense(self) -> "ModelSpec":
-        """Return the model of the same sizes with dense attention, without other options."""
-        defaults = {name: getattr(ModelSpec, name) for name in TORCH_ONLY}
-        layer = dataclasses.replace(self.layer, key_taps=None)
-        return dataclasses.replace(self, layer=layer, attention="dense", **defaults)
-
-    def phase(self, step: int, training: "Training") -> Phase:
-        """Return the phase of a training step, which is counted from 0."""
-        done = step / training.steps
-        is_full = done < self.full_share
-        if self.alignment:
-            is_full = random.Random(training.seed * training.steps + step).random() < 0.5
-        return Phase(is_full, done >= self.selection_from, done < 1 - self.own_share)
 
     def dense_layers(self) -> int:
         return sum(map(self.is_dense, range(self.layers)))
@@ -157,9 +107,7 @@ class ModelSpec:
         return blocks + at.dim * self.vocabulary
 
 
-NUMBERS = ("selection_loss", "selection_from", "full_share", "alignment", "own_share")
-WHOLE_ROWS = (*NUMBERS, "teacher", "exact")
-TORCH_ONLY = ("dense_first", "dense_every", *WHOLE_ROWS)
+TORCH_ONLY = ("dense_first", "dense_every", "selection_loss")
 UNSTATED = ("norm_eps", *TORCH_ONLY)
 
 _SIZES = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())

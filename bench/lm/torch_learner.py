@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,11 +24,11 @@ from nsa_torch.module import NSAAttention
 from nsa_torch.varlen import VarlenMetadata, varlen_metadata
 
 from ..harness import timing
-from . import full, share
+from . import share
 from .data import Batch
 from .parallel import Parallel
 from .ranks import Ranks
-from .spec import DivergedError, Phase, Task
+from .spec import DivergedError, Task
 from .torch_lm import LM, Block, Packing
 
 # The files of a checkpoint, and the name of each moment in the state of AdamW.
@@ -95,8 +94,8 @@ class Learner:
         self.accumulate, self.config = parallel.accumulate, task.model.layer.config
         cuda = torch.cuda.is_available()
         self.graph = graph and cuda
-        # graphs by shape; maximum number of documents per micro-batch; phase of the last step
-        self.captured, self.room, self.phase = {}, 0, Phase()
+        # graphs by shape; maximum number of documents per micro-batch
+        self.captured, self.room = {}, 0
         self.place = torch.device("cuda" if cuda else "cpu")
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -135,11 +134,6 @@ class Learner:
             are unchanged.
         """
         rows = self._rows(batch)
-        phase = self.master.spec.phase(step, self.training)
-        if phase != self.phase:
-            self.phase = phase
-            for block in self._blocks():
-                block.phase = phase
         loss = self._backward(rows)
         norm = self._clip()
         mean = loss
@@ -187,7 +181,7 @@ class Learner:
         found: list[tuple[np.ndarray, np.ndarray]] = []
         hooks = [
             block.norm_attention.register_forward_hook(
-                lambda module, given, x, at=block: found.append(_observed(at, x))
+                lambda module, given, x, at=block.attention: found.append(_observed(at, x))
             )
             for block in self._blocks()
             if isinstance(block.attention, NSAAttention)
@@ -252,12 +246,7 @@ class Learner:
 
     def _network(self) -> nn.Module:
         """Return the model that computes, with a copy of the weights in `dtype`."""
-        model, spec = copy.deepcopy(self.master), self.master.spec
-        if spec.teacher:
-            teacher = LM(spec.dense(), "flash" if self.place.type == "cuda" else "math")
-            teacher.load_state_dict(safetensors.torch.load_file(spec.teacher))
-            model.teachers = (self._narrow(teacher.to(self.place)),)
-        return self._narrow(model)
+        return self._narrow(copy.deepcopy(self.master))
 
     def _narrow(self, model: LM) -> LM:
         """Convert the weights of `model` to `dtype`, in place."""
@@ -348,10 +337,10 @@ class Learner:
         ]
 
     def _replay(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
-        """Compute the result of `_gradients` by replaying a CUDA graph. The graph of a shape and a
-        phase is captured for the first rows of that shape in that phase.
+        """Compute the result of `_gradients` by replaying a CUDA graph. The graph of a shape is
+        captured for the first rows of that shape.
         """
-        shapes = self.phase, *map(_shape, _leaves(rows))
+        shapes = tuple(map(_shape, _leaves(rows)))
         if shapes not in self.captured:
             own = copy.deepcopy(rows)
             replay, found = timing.cuda_graph(lambda: self._gradients(own))
@@ -440,18 +429,12 @@ def _packing(
     return Packing(varlen, *(torch.from_numpy(each).to(place) for each in arrays))
 
 
-def _observed(block: Block, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gates and block indices of the attention layer of `block` for its input `x`
-    [1, T, dim]. The indices are the layer's own choice, also if a teacher chooses its blocks.
-    """
-    attention: Any = block.attention
+def _observed(attention: NSAAttention, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the gates and block indices of a layer for its input `x` [1, T, dim]."""
     spec, position = attention.spec, torch.arange(x.shape[1], device=x.device)[None]
     query, key, _, gates = attention.project(x, position)
-    if block.spec.exact:
-        indices = full.best_blocks(attention, x, spec.config)
-    else:
-        params = attention.compress_params()[0]
-        compressed = functional.compress(key.compressed, params, config=spec.config)
-        indices = functional.select_blocks(query, compressed, config=spec.config)
+    params = attention.compress_params()[0]
+    compressed = functional.compress(key.compressed, params, config=spec.config)
+    indices = functional.select_blocks(query, compressed, config=spec.config)
     heads = slice(None, None, spec.n_heads // spec.gate_heads)
     return gates[0, :, heads].float().cpu().numpy(), indices[0].cpu().numpy()

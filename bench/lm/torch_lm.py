@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa_core.config import NSAConfig
 from nsa_core.layer import LayerSpec
 from nsa_interop import weights
 from nsa_torch import heads
@@ -24,8 +23,8 @@ from nsa_torch.key_convolution import KeyConvolution
 from nsa_torch.module import NSAAttention
 from nsa_torch.varlen import VarlenMetadata
 
-from . import full, selection
-from .spec import WHOLE_ROWS, ModelSpec, Phase
+from . import selection
+from .spec import ModelSpec
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -152,42 +151,27 @@ class Block(nn.Module):
         else:
             options = spec.layer.as_dict() | spec.layer.start()
             self.attention = NSAAttention(**options, implementation=implementation)
-        self.spec, self.phase = spec, Phase()
+        self.spec = spec
         # further losses of the last forward pass with gradients
         self.losses: list[Tensor] = []
         self.norm_mlp = RMSNorm(spec.layer.dim, spec.norm_eps)
         self.mlp = MLP(spec.layer.dim, spec.hidden)
 
-    def forward(
-        self, x: Tensor, packing: Packing | None = None, block_indices: Tensor | None = None
-    ) -> Tensor:
-        x = x + self._attend(self.norm_attention(x), packing, block_indices)
+    def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
+        x = x + self._attend(self.norm_attention(x), packing)
         return x + self.mlp(self.norm_mlp(x))
 
-    def _attend(
-        self, x: Tensor, packing: Packing | None, block_indices: Tensor | None
-    ) -> Tensor:
+    def _attend(self, x: Tensor, packing: Packing | None) -> Tensor:
         attention, spec = self.attention, self.spec
         if packing is None:
-            if not isinstance(attention, NSAAttention):
-                return attention(x)[0]
-            trains = torch.is_grad_enabled()
-            if trains and spec.selection_loss and self.phase.trains_selection:
+            trains = torch.is_grad_enabled() and isinstance(attention, NSAAttention)
+            if trains and spec.selection_loss:
                 self.losses.append(spec.selection_loss * selection.loss(attention, x))
-            if spec.exact:
-                block_indices = full.best_blocks(attention, x, attention.config)
-            is_full, aligned = trains and self.phase.is_full, trains and spec.alignment > 0
-            if block_indices is None and not (is_full or aligned):
-                return attention(x)[0]
-            out, loss = full.attend(attention, x, is_full, aligned, block_indices)
-            if loss is not None:
-                self.losses.append(spec.alignment / spec.layers * loss)
-            return attention.out(out.flatten(2))
-        for name in WHOLE_ROWS:
-            if getattr(spec, name):
-                raise NotImplementedError(
-                    f"{name} must be 0 for packed rows, got {getattr(spec, name)!r}"
-                )
+            return attention(x)[0]
+        if spec.selection_loss:
+            raise NotImplementedError(
+                f"selection_loss must be 0 for packed rows, got {spec.selection_loss}"
+            )
         if isinstance(attention, DenseAttention):
             return attention(x, packing)[0]
         flat = x.flatten(0, 1)[None]
@@ -202,8 +186,6 @@ class LM(nn.Module):
     def __init__(self, spec: ModelSpec, implementation=None):
         super().__init__()
         self.spec = spec
-        # The model whose attention chooses the blocks, in a tuple since it is not a submodule.
-        self.teachers: tuple[LM, ...] = ()
         self.embedding = nn.Parameter(torch.zeros(spec.vocabulary, spec.layer.dim))
         self.blocks = nn.ModuleList(Block(spec, implementation, i) for i in range(spec.layers))
         self.norm = RMSNorm(spec.layer.dim, spec.norm_eps)
@@ -214,25 +196,9 @@ class LM(nn.Module):
 
     def forward(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
         x = F.embedding(tokens, self.embedding).to(self.head.weight.dtype)
-        chosen = [None] * len(self.blocks)
-        first: Any = self.blocks[0]
-        taught = torch.is_grad_enabled() and first.phase.is_taught
-        for teacher in self.teachers if taught or not self.spec.own_share else ():
-            chosen = teacher.best_blocks(tokens, self.spec.layer.config)
-        for block, block_indices in zip(self.blocks, chosen, strict=True):
-            x = block(x, packing, block_indices)
+        for block in self.blocks:
+            x = block(x, packing)
         return self.head(self.norm(x))
-
-    @torch.no_grad()
-    def best_blocks(self, tokens: Tensor, config: NSAConfig) -> list[Tensor]:
-        """Return the blocks of `full.best_blocks` for each layer of a dense model."""
-        x = F.embedding(tokens, self.embedding).to(self.head.weight.dtype)
-        layers: list[Any] = [*self.blocks]
-        found = []
-        for block in layers:
-            found.append(full.best_blocks(block.attention, block.norm_attention(x), config))
-            x = block(x)
-        return found
 
 
 def initialize(path: Path, spec: ModelSpec, seed: int) -> None:

@@ -13,7 +13,7 @@ from ..harness import jobs
 from ..harness.runners import RUNNERS, registry_problem
 from .parallel import Parallel
 from .ranks import Ranks
-from .spec import WHOLE_ROWS, Attention, Task
+from .spec import Attention, Task
 
 RANGES = ("none", "v1", "v2", "adaptive")  # nsa_torch.ranges.MODES
 # The first backend is the default in 16 bits on a GPU. In other cases the last one is the
@@ -155,8 +155,8 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
     Raises:
       ValueError: The task cannot be divided as `variant.parallel` demands, or the number of torch
         processes differs from the number of devices.
-      NotImplementedError: torch cannot divide heads over devices, train with the options
-        `spec.WHOLE_ROWS` on several devices, or capture a graph with `safe` or `compiled`.
+      NotImplementedError: torch cannot divide heads over devices, train with
+        `selection_loss` on several devices, or capture a graph with `safe` or `compiled`.
     """
     from . import torch_learner, torch_lm
 
@@ -172,9 +172,8 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
     if spread.tensor > 1:
         raise NotImplementedError(f"tensor must be 1 in torch, got {spread.tensor}")
     if spread.kind != "none":
-        for name in WHOLE_ROWS:
-            if getattr(task.model, name):
-                raise NotImplementedError(f"{name} must be 0 on several devices")
+        if task.model.selection_loss:
+            raise NotImplementedError("selection_loss must be 0 on several devices")
         if spread.devices != ranks.size:
             raise ValueError(
                 f"devices must be {ranks.size}, the number of processes, got {spread.devices}"
